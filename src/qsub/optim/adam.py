@@ -1,0 +1,264 @@
+"""Adam8bit and AdamW8bit: drop-in replacements of torch.optim.Adam and AdamW with 8-bit state."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim import state_dict as states
+from qsub.optim.compiled import resolve_backend, run_step
+from qsub.optim.options import check_options, check_param
+from qsub.optim.step import hyper_vector
+from qsub.tensors import codes
+from qsub.tensors.blockwise import Blockwise8bitTensor, from_blocks, to_blocks
+from qsub.tensors.rowwise import Int8RowwiseTensor
+
+_WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
+
+
+class _Adam8bitBase(torch.optim.Optimizer):
+    """Common surface; `Adam8bit` and `AdamW8bit` differ in defaults alone."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], seed: int, backend: str | None) -> None:
+        check_options(defaults, seed, backend)
+        self.backend = backend
+        self._hyper: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
+        self._seeds: dict[tuple[int, torch.device], Tensor] = {}
+        super().__init__(params, {**defaults, "seed": seed})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle keep; device tensors of hyper-parameters are rebuilt at the next step."""
+        return {**super().__getstate__(), "backend": self.backend}  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`; torch.optim's load_state_dict calls it too."""
+        super().__setstate__(state)
+        self._hyper, self._seeds = {}, {}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; a bad parameter or option raises and leaves the optimizer as it was."""
+        if isinstance(param_group, dict):
+            params = param_group.get("params", [])
+            params = [params] if isinstance(params, Tensor) else list(params)
+            param_group = {**param_group, "params": params}
+            for entry in params:
+                check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
+            unknown = set(param_group) - set(self.defaults) - {"params", "param_names", "initial_lr", "name"}
+            check_options({**self.defaults, **param_group}, self.defaults["seed"], self.backend, unknown)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: called once with gradients enabled before the step; re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse. No parameter has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [
+            (index, group, [p for p in group["params"] if p.grad is not None])
+            for index, group in enumerate(self.param_groups)
+        ]
+        for _, _, params in work:
+            for param in params:
+                if param.grad.layout != torch.strided:
+                    name = type(self).__name__
+                    raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
+        for index, group, params in work:
+            for param in params:
+                self._step_param(index, group, param)
+        return loss
+
+    def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        state = self.state[param]
+        if not state:
+            where = param.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+            for key in states.moment_keys(group):
+                state[key] = states.zero_moment(param, group, key)
+        return state
+
+    def _hyper_tensor(self, index: int, group: dict[str, Any], device: torch.device) -> Tensor:
+        """The group's hyper-parameters on `device`, refreshed in place where one changed."""
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        values = hyper_vector(
+            float(lr), (float(beta1), float(beta2)), group["eps"], group["weight_decay"], group["maximize"]
+        )
+        cached, tensor = self._hyper.get((index, device), (None, None))
+        if tensor is None:
+            tensor = torch.empty(len(values), dtype=torch.float32, device=device)
+        if cached != values:
+            tensor.copy_(torch.tensor(values, dtype=torch.float32))
+            self._hyper[index, device] = values, tensor
+        return tensor
+
+    def _seed_tensor(self, group: dict[str, Any], index: int, device: torch.device) -> Tensor:
+        key = index, device
+        if key not in self._seeds:
+            signed = (group["seed"] + (1 << 31)) % (1 << 32) - (1 << 31)
+            self._seeds[key] = torch.full((), signed, dtype=torch.int32, device=device)
+        return self._seeds[key]
+
+    def _step_param(self, index: int, group: dict[str, Any], param: Tensor) -> None:
+        state = self._init_state(group, param)
+        state["step"] += 1
+        if param.numel() == 0:
+            return
+        step = state["step"].to(param.device)
+        scalars = (step, self._hyper_tensor(index, group, param.device), self._seed_tensor(group, index, param.device))
+        moments = [state[key] for key in states.moment_keys(group)]
+        if len(moments) == 2:
+            moments.append(None)
+        block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
+
+        # Each tensor as (blocks, block_size): a view where the layout allows it, else a copy that is written back.
+        shape = param.shape
+        int8_weight = isinstance(param, Int8RowwiseTensor)
+        value = param.dequantize(torch.float32) if int8_weight else param.detach()
+        blocks = to_blocks(value.contiguous(), shape, block_size)
+        grad = to_blocks(param.grad.contiguous(), shape, block_size)  # type: ignore[union-attr]
+        stored = [m.codes if isinstance(m, Blockwise8bitTensor) else m for m in moments]
+        staged = [None if m is None else to_blocks(m, shape, block_size) for m in stored]
+        pairs = [
+            (s, m.scale.view(-1)) if isinstance(m, Blockwise8bitTensor) else s
+            for s, m in zip(staged, moments, strict=True)
+        ]
+        stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
+        backend = resolve_backend(self.backend, param.device)
+        run_step(backend, (blocks, grad, *pairs), scalars, 0, group["decoupled_weight_decay"], stochastic)
+
+        for target, source in zip(stored, staged, strict=True):
+            if target is not None and target.data_ptr() != source.data_ptr():
+                target.copy_(from_blocks(source, shape))
+        if int8_weight:
+            self._write_back(param, from_blocks(blocks, shape), scalars)  # type: ignore[arg-type]
+        elif blocks.data_ptr() != param.data_ptr():
+            param.copy_(from_blocks(blocks, shape))
+
+    def _write_back(self, param: Int8RowwiseTensor, value: Tensor, scalars: tuple[Tensor, Tensor, Tensor]) -> None:
+        """New value of a trainable int8 weight, through the row code with stochastic rounding."""
+        step, _, seed = scalars
+        salt = codes.mix(seed ^ codes.mix(step.to(torch.int32) ^ _WRITE_BACK))
+        start = torch.zeros((), dtype=torch.int64, device=value.device)
+        bits = codes.random_bits(salt, start, *value.shape)
+        param.requantize_(value, noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of torch.optim.Adam(W), whose fp32 moments are encoded.
+
+        State is copied, never shared with `state_dict`. Each moment takes the form that this optimizer's options
+        ask for (the options of a qsub state dict are restored first, as torch.optim does with its own).
+
+        Raises:
+            ValueError: shapes, keys or group sizes differ. The optimizer is left as it was.
+        """
+        states.load(self, state_dict, super().load_state_dict)
+
+    def to_torch_state_dict(self) -> dict[str, Any]:
+        """State dict that torch.optim.Adam or AdamW (the class of the same name) loads: fp32 moments, no 8-bit options."""
+        return states.to_torch(self.state_dict())
+
+
+class Adam8bit(_Adam8bitBase):
+    """torch.optim.Adam with 8-bit state.
+
+    The step is torch.optim.Adam's (arXiv 1412.6980) in fp32; between steps the two moments are kept in 8 bits an
+    element and a bf16 scale for each block. See `qsub.optim.step` and `qsub.tensors.codes`.
+
+    Args:
+        params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
+        lr: learning rate, a float or a 1-element tensor.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty, added to the gradient (decoupled with `decoupled_weight_decay`).
+        amsgrad: use the largest second moment so far (arXiv 1904.09237); it is kept in 8 bits too.
+        foreach: only None or False; choose with `backend`.
+        maximize: ascend rather than descend.
+        capturable: keep the step count on the device of the parameter.
+        differentiable: only False.
+        fused: None, False or True; every backend but "eager" is fused.
+        decoupled_weight_decay: AdamW's weight decay.
+        block_size: elements that share a scale. A power of two from 16 to 4096.
+        min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
+        state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
+        state_code: "block_float8".
+        stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
+        seed: of the random bits, which are a pure function of it, the step and the element's place.
+        backend: "eager", "compile" or None for the fastest that works on the device of the parameter.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: a parameter that is not a real floating point tensor.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        block_size: int = 64,
+        min_8bit_size: int = 4096,
+        state_bits: int = 8,
+        state_code: str = "block_float8",
+        stochastic_round: bool = False,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        options = locals()
+        for name in ("self", "params", "seed", "backend", "__class__"):
+            del options[name]
+        super().__init__(params, options, seed, backend)
+
+
+class AdamW8bit(_Adam8bitBase):
+    """torch.optim.AdamW (arXiv 1711.05101) with 8-bit state. Arguments are those of `Adam8bit`.
+
+    `weight_decay` (default 1e-2) scales the parameter rather than adding to the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        block_size: int = 64,
+        min_8bit_size: int = 4096,
+        state_bits: int = 8,
+        state_code: str = "block_float8",
+        stochastic_round: bool = False,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        options = locals()
+        for name in ("self", "params", "seed", "backend", "__class__"):
+            del options[name]
+        super().__init__(params, {**options, "decoupled_weight_decay": True}, seed, backend)

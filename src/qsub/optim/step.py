@@ -1,0 +1,178 @@
+"""The definition of the Adam step: fp32 math on plain tensors, used by every backend.
+
+The formulas are those of arXiv 1412.6980 (Adam, algorithm 1), arXiv 1711.05101 (decoupled weight decay) and
+torch.optim's amsgrad and maximize. State is either fp32 or in the block codes of `qsub.tensors.codes`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from qsub.tensors import codes
+
+# Places in the vector of hyper-parameters: one fp32 tensor per group and device. What needs more than fp32 to
+# form (1 - beta2, log(beta2)) is formed in double precision on the host.
+LR, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, LOG_BETA1, LOG_BETA2, EPS, WEIGHT_DECAY, SIGN = range(10)
+N_HYPER = 10
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def hyper_vector(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool) -> list[float]:
+    """The hyper-parameters in the order that the step reads them, as Python floats."""
+    beta1, beta2 = betas
+    log1, log2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
+    return [lr, beta1, beta2, 1 - beta1, 1 - beta2, log1, log2, eps, weight_decay, -1.0 if maximize else 1.0]
+
+
+def adam_step(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    step: Tensor,
+    hyper: Tensor,
+    decoupled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One step of Adam (`decoupled=False`) or AdamW (`decoupled=True`) in fp32.
+
+    Args:
+        param: any shape, fp32. The four tensors that follow have its shape and dtype.
+        grad: gradient.
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+        max_exp_avg_sq: largest second moment so far (amsgrad), or None.
+        step: 0-dim fp32, the number of this step, from 1.
+        hyper: (N_HYPER,) fp32, see `hyper_vector`.
+        decoupled: weight decay scales the parameter (AdamW) rather than adding to the gradient (Adam).
+
+    Returns:
+        New param, exp_avg, exp_avg_sq and max_exp_avg_sq; nothing is changed in place.
+    """
+    grad = grad * hyper[SIGN]
+    if decoupled:
+        param = param * (1.0 - hyper[LR] * hyper[WEIGHT_DECAY])
+    else:
+        grad = grad + hyper[WEIGHT_DECAY] * param
+    exp_avg = exp_avg + hyper[ONE_MINUS_BETA1] * (grad - exp_avg)
+    exp_avg_sq = hyper[BETA2] * exp_avg_sq + hyper[ONE_MINUS_BETA2] * (grad * grad)
+    second = exp_avg_sq
+    if max_exp_avg_sq is not None:
+        max_exp_avg_sq = second = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    step_size = hyper[LR] / -torch.expm1(step * hyper[LOG_BETA1])
+    root_correction = torch.rsqrt(-torch.expm1(step * hyper[LOG_BETA2]))
+    param = param - step_size * (exp_avg / (torch.sqrt(second) * root_correction + hyper[EPS]))
+    return param, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+def _round_param(value: Tensor, param: Tensor, noise: Tensor | None) -> Tensor:
+    """fp32 `value` in the dtype of `param`; with int32 `noise` rounded to bf16 stochastically, NaN and Inf kept."""
+    if noise is None:
+        return value.to(param.dtype)
+    bits = value.view(torch.int32)
+    rounded = ((bits + ((noise >> 16) & 0xFFFF)) & -0x10000).view(torch.float32)
+    return torch.where(value.abs() <= _FLOAT_MAX, rounded, value).to(param.dtype)
+
+
+def step_salt(seed: Tensor, step: Tensor) -> Tensor:
+    """0-dim int32 that stands for seed (0-dim int32) and step (0-dim fp32) in the random bits."""
+    return codes.mix(seed ^ codes.mix(step.to(torch.int32)))
+
+
+def step_float32(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+    step: Tensor,
+    hyper: Tensor,
+    seed: Tensor,
+    first_block: Tensor,
+    decoupled: bool,
+    stochastic_round: bool,
+) -> None:
+    """One step in place with fp32 state.
+
+    Args:
+        param: (blocks, block_size), any float dtype, as `grad`.
+        grad: gradient.
+        exp_avg: fp32 state of the same shape, as the next two.
+        exp_avg_sq: see `adam_step`.
+        max_exp_avg_sq: see `adam_step`.
+        step: 0-dim fp32, from 1.
+        hyper: (N_HYPER,) fp32.
+        seed: 0-dim int32.
+        first_block: 0-dim int64, see `codes.random_bits`.
+        decoupled: AdamW rather than Adam.
+        stochastic_round: round a bf16 parameter stochastically.
+    """
+    value, first, second, largest = adam_step(
+        param.float(), grad.float(), exp_avg, exp_avg_sq, max_exp_avg_sq, step, hyper, decoupled
+    )
+    noise = codes.random_bits(step_salt(seed, step), first_block, *param.shape) if stochastic_round else None
+    param.copy_(_round_param(value, param, noise))
+    exp_avg.copy_(first)
+    exp_avg_sq.copy_(second)
+    if max_exp_avg_sq is not None and largest is not None:
+        max_exp_avg_sq.copy_(largest)
+
+
+def step_8bit(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: tuple[Tensor, Tensor],
+    exp_avg_sq: tuple[Tensor, Tensor],
+    max_exp_avg_sq: tuple[Tensor, Tensor] | None,
+    step: Tensor,
+    hyper: Tensor,
+    seed: Tensor,
+    first_block: Tensor,
+    decoupled: bool,
+    stochastic_round: bool,
+) -> None:
+    """One step in place with 8-bit state: decode, step in fp32, encode.
+
+    The parameter takes the step from m and v in fp32, before they are encoded. An element whose v is not finite
+    (its gradient was not, or overflows when squared) restarts from zero state and stays out of its block's scale.
+
+    Args:
+        param: (blocks, block_size), any float dtype, as `grad`.
+        grad: gradient.
+        exp_avg: uint8 codes (blocks, block_size) and bf16 scale (blocks,), as the next two.
+        exp_avg_sq: see `adam_step`.
+        max_exp_avg_sq: see `adam_step`.
+        step: 0-dim fp32, from 1.
+        hyper: (N_HYPER,) fp32.
+        seed: 0-dim int32.
+        first_block: 0-dim int64, see `codes.random_bits`.
+        decoupled: AdamW rather than Adam.
+        stochastic_round: round a bf16 parameter stochastically.
+    """
+    value, first, second, largest = adam_step(
+        param.float(),
+        grad.float(),
+        codes.decode_signed(exp_avg[0], exp_avg[1].float()),
+        codes.decode_unsigned(exp_avg_sq[0], exp_avg_sq[1].float()),
+        None if max_exp_avg_sq is None else codes.decode_unsigned(max_exp_avg_sq[0], max_exp_avg_sq[1].float()),
+        step,
+        hyper,
+        decoupled,
+    )
+    bits = codes.random_bits(step_salt(seed, step), first_block, *param.shape)
+    param.copy_(_round_param(value, param, codes.mix(bits) if stochastic_round else None))
+    finite = second <= _FLOAT_MAX
+    first = torch.where(finite, first, 0.0)
+    second = torch.where(finite, second, 0.0)
+    scale = codes.block_scale(first.abs().amax(1))
+    exp_avg[0].copy_(codes.encode_signed(first, scale))
+    exp_avg[1].copy_(scale)
+    scale = codes.block_scale(second.amax(1))
+    exp_avg_sq[0].copy_(codes.encode_unsigned(second, scale, bits & 0x7FFFF))
+    exp_avg_sq[1].copy_(scale)
+    if max_exp_avg_sq is not None and largest is not None:
+        largest = torch.where(finite, largest, 0.0)
+        scale = codes.block_scale(largest.amax(1))
+        max_exp_avg_sq[0].copy_(codes.encode_unsigned(largest, scale))
+        max_exp_avg_sq[1].copy_(scale)

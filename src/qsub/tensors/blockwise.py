@@ -1,0 +1,179 @@
+"""Blockwise8bitTensor: optimizer state in 8 bits an element and one scale a block."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from qsub.tensors import codes as math8
+from qsub.tensors.dispatch import OpTable, float_dtype
+
+aten = torch.ops.aten
+OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
+
+# Name of a code: (decode, encode to nearest). "signed" is exp_avg's, "unsigned" that of the second moments.
+CODES = {
+    "float8_signed": (math8.decode_signed, math8.encode_signed),
+    "float8_unsigned": (math8.decode_unsigned, math8.encode_unsigned),
+}
+
+
+def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
+    """(rows, elements per row) of a parameter: dim 0 and the product of the rest; up to 1-D it is one row."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int) -> tuple[int, int]:
+    """Shape of the scales, (rows, blocks per row): blocks never cross a row, the last one of a row may be short."""
+    rows, length = row_shape(shape)
+    return rows, -(-length // block_size)
+
+
+def to_blocks(flat: Tensor, shape: torch.Size | tuple[int, ...], block_size: int) -> Tensor:
+    """View or zero-padded copy (blocks, block_size) of a contiguous tensor of shape `shape`."""
+    rows, length = row_shape(shape)
+    short = -length % block_size
+    if short:
+        flat = torch.nn.functional.pad(flat.reshape(rows, length), (0, short))
+    return flat.reshape(-1, block_size)
+
+
+def from_blocks(blocks: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Inverse of `to_blocks`: (blocks, block_size) without the padding, in shape `shape`."""
+    rows, length = row_shape(shape)
+    return blocks.reshape(rows, -1)[:, :length].reshape(shape)
+
+
+class Blockwise8bitTensor(Tensor):
+    """A float tensor stored as uint8 codes and one bf16 scale for each block of elements.
+
+    Blocks run along the flattened trailing dimensions and never cross a row of dim 0, so any slice of rows is a
+    slice of codes and of scales. See `qsub.tensors.codes` for the codes.
+
+    Args:
+        codes: uint8, the shape of the float tensor, contiguous.
+        scale: (rows, ceil(rest / block_size)) bf16; a 0-D or 1-D tensor is one row.
+        block_size: elements per block.
+        code: "float8_signed" (exp_avg) or "float8_unsigned" (exp_avg_sq).
+        dtype: float dtype that the tensor shows. Default: fp32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    block_size: int
+    code: str
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, block_size: int, code: str, dtype: torch.dtype = torch.float32):
+        """See the class."""
+        if code not in CODES:
+            raise ValueError(f"code must be one of {sorted(CODES)}, got {code!r}")
+        if tuple(scale.shape) != scale_shape(codes.shape, block_size):
+            raise ValueError(
+                f"scale of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
+                f"{scale_shape(codes.shape, block_size)}, got {tuple(scale.shape)}"
+            )
+        self = Tensor._make_wrapper_subclass(
+            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
+        )
+        self.codes, self.scale, self.block_size, self.code = codes, scale, block_size, code
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def zeros(
+        cls, shape: torch.Size | tuple[int, ...], block_size: int, code: str, device: torch.device | None = None
+    ) -> "Blockwise8bitTensor":
+        """All-zero tensor of `shape`; the arguments are those of the class."""
+        return cls(
+            torch.zeros(shape, dtype=torch.uint8, device=device),
+            torch.zeros(scale_shape(shape, block_size), dtype=torch.bfloat16, device=device),
+            block_size,
+            code,
+        )
+
+    @classmethod
+    def from_float(cls, value: Tensor, block_size: int, code: str) -> "Blockwise8bitTensor":
+        """Encode a float tensor to nearest. ValueError where it is not finite, or negative in an unsigned code."""
+        value = value.detach().float().contiguous()
+        if value.device.type != "meta" and not bool(torch.isfinite(value).all()):
+            raise ValueError("cannot encode NaN or Inf in 8-bit state; load the state of a healthy run")
+        if code == "float8_unsigned" and value.device.type != "meta" and bool((value < 0).any()):
+            raise ValueError("a second moment must not be negative")
+        blocks = to_blocks(value, value.shape, block_size)
+        scale = math8.block_scale(blocks.abs().amax(1)) if block_size and blocks.numel() else blocks.new_zeros(0)
+        encoded = from_blocks(CODES[code][1](blocks, scale), value.shape)
+        return cls(encoded, scale.to(torch.bfloat16).view(scale_shape(value.shape, block_size)), block_size, code)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Plain float tensor of the same shape, in `dtype` (default: the dtype that the tensor shows)."""
+        blocks = to_blocks(self.codes, self.shape, self.block_size)
+        value = CODES[self.code][0](blocks, self.scale.reshape(-1).float())
+        return from_blocks(value, self.shape).to(dtype or self.dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """Inner tensors and metadata, for torch.compile and serialization."""
+        return ["codes", "scale"], {"block_size": self.block_size, "code": self.code, "dtype": self.dtype}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any):
+        """Inverse of `__tensor_flatten__`."""
+        return cls(inner["codes"], inner["scale"], **meta)
+
+    def _like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
+        return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"block_size={self.block_size}, code={self.code!r})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handlers are in the op table of this module."""
+        return OPS.dispatch(func, args, kwargs)
+
+
+@OPS.implements(aten.detach.default, aten.alias.default)
+def _alias(func: Any, x: Blockwise8bitTensor) -> Any:
+    """nn.Parameter, state_dict and torch.optim's bookkeeping."""
+    return return_and_correct_aliasing(func, (x,), {}, x._like(func(x.codes), func(x.scale)))
+
+
+@OPS.implements(aten.clone.default)
+def _clone(func: Any, x: Blockwise8bitTensor, *, memory_format: Any = None) -> Any:
+    """Deepcopy of an optimizer."""
+    return x._like(x.codes.clone(), x.scale.clone())
+
+
+@OPS.implements(aten._to_copy.default)
+def _to_copy(func: Any, x: Blockwise8bitTensor, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    """`.to`, `.cpu`, `.cuda`: the dtype changes in appearance only, the device moves both inner tensors."""
+    shown = float_dtype(dtype, x.dtype, OPS.owner)
+    move = {"device": device, "non_blocking": options.get("non_blocking", False), "copy": True}
+    return x._like(x.codes.to(**move), x.scale.to(**move), shown)
+
+
+@OPS.implements(aten.copy_.default)
+def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """Copy codes between equal layouts, otherwise decode, or encode to nearest."""
+    if not isinstance(x, Blockwise8bitTensor):
+        return x.copy_(source.dequantize(), non_blocking)  # type: ignore[attr-defined]
+    if x.shape != source.shape:
+        raise ValueError(f"copy_ into a Blockwise8bitTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}")
+    same = isinstance(source, Blockwise8bitTensor) and (source.block_size, source.code) == (x.block_size, x.code)
+    if not same:
+        value = source.dequantize() if isinstance(source, Blockwise8bitTensor) else source
+        source = Blockwise8bitTensor.from_float(value, x.block_size, x.code)
+    x.codes.copy_(source.codes, non_blocking)  # type: ignore[attr-defined]
+    x.scale.copy_(source.scale, non_blocking)  # type: ignore[attr-defined]
+    return x
+
+
+torch.serialization.add_safe_globals([Blockwise8bitTensor])
