@@ -11,21 +11,91 @@ from qsub.optim.compiled import resolve_backend, run_step
 from qsub.optim.options import check_options, check_param
 from qsub.optim.step import hyper_vector
 from qsub.tensors import codes
-from qsub.tensors.blockwise import Blockwise8bitTensor, from_blocks, to_blocks
+from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 _WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
 
 
-class _Adam8bitBase(torch.optim.Optimizer):
-    """Common surface; `Adam8bit` and `AdamW8bit` differ in defaults alone."""
+class Adam8bit(torch.optim.Optimizer):
+    """torch.optim.Adam with 8-bit state.
 
-    def __init__(self, params: Any, defaults: dict[str, Any], seed: int, backend: str | None) -> None:
-        check_options(defaults, seed, backend)
+    The step is torch.optim.Adam's (arXiv 1412.6980) in fp32; between steps the two moments are kept in 8 bits an
+    element and a bf16 scale for each block. See `qsub.optim.step` and `qsub.tensors.codes`.
+
+    Args:
+        params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
+        lr: learning rate, a float or a 1-element tensor.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty, added to the gradient (decoupled with `decoupled_weight_decay`).
+        amsgrad: use the largest second moment so far (arXiv 1904.09237); it is kept in 8 bits too.
+        foreach: only None or False; choose with `backend`.
+        maximize: ascend rather than descend.
+        capturable: keep the step count on the device of the parameter.
+        differentiable: only False.
+        fused: None, False or True; every backend but "eager" is fused.
+        decoupled_weight_decay: AdamW's weight decay.
+        block_size: elements that share a scale. A power of two from 16 to 4096.
+        min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
+        state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
+        state_code: "block_float8".
+        stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
+        seed: of the random bits, which are a pure function of it, the step and the element's place.
+        backend: "eager", "compile" or None for the fastest that works on the device of the parameter.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: a parameter that is not a real floating point tensor.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        block_size: int = 64,
+        min_8bit_size: int = 4096,
+        state_bits: int = 8,
+        state_code: str = "block_float8",
+        stochastic_round: bool = False,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "block_size": block_size,
+            "min_8bit_size": min_8bit_size,
+            "state_bits": state_bits,
+            "state_code": state_code,
+            "stochastic_round": stochastic_round,
+            "seed": seed,
+        }
+        check_options(defaults, backend)
         self.backend = backend
         self._hyper: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
         self._seeds: dict[tuple[int, torch.device], Tensor] = {}
-        super().__init__(params, {**defaults, "seed": seed})
+        super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep; device tensors of hyper-parameters are rebuilt at the next step."""
@@ -45,7 +115,7 @@ class _Adam8bitBase(torch.optim.Optimizer):
             for entry in params:
                 check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
             unknown = set(param_group) - set(self.defaults) - {"params", "param_names", "initial_lr", "name"}
-            check_options({**self.defaults, **param_group}, self.defaults["seed"], self.backend, unknown)
+            check_options({**self.defaults, **param_group}, self.backend, unknown)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -117,33 +187,28 @@ class _Adam8bitBase(torch.optim.Optimizer):
         step = state["step"].to(param.device)
         scalars = (step, self._hyper_tensor(index, group, param.device), self._seed_tensor(group, index, param.device))
         moments = [state[key] for key in states.moment_keys(group)]
-        if len(moments) == 2:
-            moments.append(None)
         block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
-
-        # Each tensor as (blocks, block_size): a view where the layout allows it, else a copy that is written back.
         shape = param.shape
         int8_weight = isinstance(param, Int8RowwiseTensor)
         value = param.dequantize(torch.float32) if int8_weight else param.detach()
-        blocks = to_blocks(value.contiguous(), shape, block_size)
         grad = to_blocks(param.grad.contiguous(), shape, block_size)  # type: ignore[union-attr]
-        stored = [m.codes if isinstance(m, Blockwise8bitTensor) else m for m in moments]
-        staged = [None if m is None else to_blocks(m, shape, block_size) for m in stored]
-        pairs = [
-            (s, m.scale.view(-1)) if isinstance(m, Blockwise8bitTensor) else s
-            for s, m in zip(staged, moments, strict=True)
-        ]
+        staged = [Staged(value, block_size)]
+        pairs: list[Any] = []
+        for moment in moments:
+            if isinstance(moment, Blockwise8bitTensor):
+                staged.append(Staged(moment.codes, block_size))
+                pairs.append((staged[-1].blocks, moment.scale.view(-1)))
+            else:
+                staged.append(Staged(moment, block_size))
+                pairs.append(staged[-1].blocks)
+        tensors = (staged[0].blocks, grad, *pairs, *([None] * (3 - len(pairs))))
         stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
         backend = resolve_backend(self.backend, param.device)
-        run_step(backend, (blocks, grad, *pairs), scalars, 0, group["decoupled_weight_decay"], stochastic)
-
-        for target, source in zip(stored, staged, strict=True):
-            if target is not None and target.data_ptr() != source.data_ptr():
-                target.copy_(from_blocks(source, shape))
-        if int8_weight:
-            self._write_back(param, from_blocks(blocks, shape), scalars)  # type: ignore[arg-type]
-        elif blocks.data_ptr() != param.data_ptr():
-            param.copy_(from_blocks(blocks, shape))
+        run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic)
+        for entry in staged:
+            entry.finish()
+        if isinstance(param, Int8RowwiseTensor):
+            self._write_back(param, value, scalars)
 
     def _write_back(self, param: Int8RowwiseTensor, value: Tensor, scalars: tuple[Tensor, Tensor, Tensor]) -> None:
         """New value of a trainable int8 weight, through the row code with stochastic rounding."""
@@ -165,72 +230,11 @@ class _Adam8bitBase(torch.optim.Optimizer):
         states.load(self, state_dict, super().load_state_dict)
 
     def to_torch_state_dict(self) -> dict[str, Any]:
-        """State dict that torch.optim.Adam or AdamW (the class of the same name) loads: fp32 moments, no 8-bit options."""
+        """A state dict that torch.optim.Adam(W) loads: fp32 moments, without the options of 8-bit state."""
         return states.to_torch(self.state_dict())
 
 
-class Adam8bit(_Adam8bitBase):
-    """torch.optim.Adam with 8-bit state.
-
-    The step is torch.optim.Adam's (arXiv 1412.6980) in fp32; between steps the two moments are kept in 8 bits an
-    element and a bf16 scale for each block. See `qsub.optim.step` and `qsub.tensors.codes`.
-
-    Args:
-        params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
-        lr: learning rate, a float or a 1-element tensor.
-        betas: decay rates of the two moments, in [0, 1).
-        eps: added to the root of the second moment.
-        weight_decay: L2 penalty, added to the gradient (decoupled with `decoupled_weight_decay`).
-        amsgrad: use the largest second moment so far (arXiv 1904.09237); it is kept in 8 bits too.
-        foreach: only None or False; choose with `backend`.
-        maximize: ascend rather than descend.
-        capturable: keep the step count on the device of the parameter.
-        differentiable: only False.
-        fused: None, False or True; every backend but "eager" is fused.
-        decoupled_weight_decay: AdamW's weight decay.
-        block_size: elements that share a scale. A power of two from 16 to 4096.
-        min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
-        state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
-        state_code: "block_float8".
-        stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
-        seed: of the random bits, which are a pure function of it, the step and the element's place.
-        backend: "eager", "compile" or None for the fastest that works on the device of the parameter.
-
-    Raises:
-        ValueError: an option out of its range.
-        TypeError: a parameter that is not a real floating point tensor.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        *,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        decoupled_weight_decay: bool = False,
-        block_size: int = 64,
-        min_8bit_size: int = 4096,
-        state_bits: int = 8,
-        state_code: str = "block_float8",
-        stochastic_round: bool = False,
-        seed: int = 0,
-        backend: str | None = None,
-    ) -> None:
-        options = locals()
-        for name in ("self", "params", "seed", "backend", "__class__"):
-            del options[name]
-        super().__init__(params, options, seed, backend)
-
-
-class AdamW8bit(_Adam8bitBase):
+class AdamW8bit(Adam8bit):
     """torch.optim.AdamW (arXiv 1711.05101) with 8-bit state. Arguments are those of `Adam8bit`.
 
     `weight_decay` (default 1e-2) scales the parameter rather than adding to the gradient.
@@ -258,7 +262,24 @@ class AdamW8bit(_Adam8bitBase):
         seed: int = 0,
         backend: str | None = None,
     ) -> None:
-        options = locals()
-        for name in ("self", "params", "seed", "backend", "__class__"):
-            del options[name]
-        super().__init__(params, {**options, "decoupled_weight_decay": True}, seed, backend)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            block_size=block_size,
+            min_8bit_size=min_8bit_size,
+            state_bits=state_bits,
+            state_code=state_code,
+            stochastic_round=stochastic_round,
+            seed=seed,
+            backend=backend,
+        )

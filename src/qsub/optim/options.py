@@ -1,5 +1,6 @@
 """Checks of what a user passes to the optimizers: each error states the rule, what came and the remedy."""
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ def _check_scalar(name: str, value: Any, upper: float | None = None) -> None:
         raise ValueError(f"{name} must be {bound}, got {number}")
 
 
-def check_options(options: dict[str, Any], seed: int, backend: str | None, unknown: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def check_options(options: dict[str, Any], backend: str | None, unknown: Collection[str] = ()) -> None:
     """ValueError or TypeError for an option that is out of range, not supported or not known."""
     if unknown:
         raise TypeError(f"unknown option(s) of a parameter group: {sorted(unknown)}; known are {sorted(options)}")
@@ -53,9 +54,7 @@ def check_options(options: dict[str, Any], seed: int, backend: str | None, unkno
         raise ValueError(f"state_bits must be 8 or 32, got {options['state_bits']!r}")
     if options["state_code"] not in STATE_CODES:
         raise ValueError(f"state_code must be one of {STATE_CODES}, got {options['state_code']!r}")
-    if not isinstance(seed, int):
-        raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+    if not isinstance(options["seed"], int):
+        raise TypeError(f"seed must be an int, got {type(options['seed']).__name__}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
-
-

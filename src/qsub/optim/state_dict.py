@@ -56,7 +56,9 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
     needed = ["step", *moment_keys(group)]
     missing = [key for key in needed if key not in saved]
     if missing:
-        raise ValueError(f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}")
+        raise ValueError(
+            f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
+        )
     device = param.device if group["capturable"] else "cpu"
     state = {key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")}
     state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)

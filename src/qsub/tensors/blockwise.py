@@ -48,6 +48,22 @@ def from_blocks(blocks: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     return blocks.reshape(rows, -1)[:, :length].reshape(shape)
 
 
+class Staged:
+    """A tensor of any layout as `blocks`, (blocks, block_size), to be changed in place.
+
+    `blocks` is a view of the tensor where its layout allows that, else a copy, which `finish` writes back.
+    """
+
+    def __init__(self, target: Tensor, block_size: int) -> None:
+        self.target = target
+        self.blocks = to_blocks(target.contiguous(), target.shape, block_size)
+
+    def finish(self) -> None:
+        """Bring the target up to date."""
+        if self.blocks.data_ptr() != self.target.data_ptr():
+            self.target.copy_(from_blocks(self.blocks, self.target.shape))
+
+
 class Blockwise8bitTensor(Tensor):
     """A float tensor stored as uint8 codes and one bf16 scale for each block of elements.
 
@@ -83,7 +99,7 @@ class Blockwise8bitTensor(Tensor):
         self.codes, self.scale, self.block_size, self.code = codes, scale, block_size, code
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def zeros(
@@ -128,6 +144,10 @@ class Blockwise8bitTensor(Tensor):
     def _like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
         return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Key of torch.compile's caches: the metadata; the inner tensors are hashed by themselves."""
+        return f"{type(self).__qualname__}{sorted(self.__tensor_flatten__()[1].items())}"
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
@@ -166,7 +186,9 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     if not isinstance(x, Blockwise8bitTensor):
         return x.copy_(source.dequantize(), non_blocking)  # type: ignore[attr-defined]
     if x.shape != source.shape:
-        raise ValueError(f"copy_ into a Blockwise8bitTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}")
+        raise ValueError(
+            f"copy_ into a Blockwise8bitTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}"
+        )
     same = isinstance(source, Blockwise8bitTensor) and (source.block_size, source.code) == (x.block_size, x.code)
     if not same:
         value = source.dequantize() if isinstance(source, Blockwise8bitTensor) else source
