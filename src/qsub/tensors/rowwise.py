@@ -12,6 +12,7 @@ OPS = OpTable(
     "Int8RowwiseTensor",
     "Call .dequantize() first to work on a plain float copy, or use .int_data and .scale.",
 )
+FUNCTIONS: dict[Any, Any] = {}  # replacements of torch functions, filled by rowwise_matmul
 
 
 class Int8RowwiseTensor(torch.Tensor):
@@ -78,8 +79,6 @@ class Int8RowwiseTensor(torch.Tensor):
         )
         self.int_data, self.scale, self.scale_dim = int_data, scale, scale_dim
         return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def from_float(cls, weight: Tensor, *, requires_grad: bool = False) -> "Int8RowwiseTensor":
@@ -152,6 +151,12 @@ class Int8RowwiseTensor(torch.Tensor):
         fields += ", transposed" if self.scale_dim == -1 else ""
         fields += ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({fields})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Linear and matmul are brought to two dimensions (FUNCTIONS); all else goes straight to the operators."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -16,29 +16,35 @@ aten = torch.ops.aten
 # ---- Aliases and views ----
 
 
+def _view(func: Any, x: Int8RowwiseTensor, args: tuple[Any, ...], int_data: Tensor, **changes: Any) -> Any:
+    """Result of a view operator. Under inference_mode a view of a normal tensor is a normal tensor."""
+    with torch.inference_mode(x.is_inference()):
+        result = x.like(int_data, x.scale, **changes)
+    return return_and_correct_aliasing(func, (x, *args), {}, result)
+
+
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Int8RowwiseTensor) -> Any:
     """nn.Parameter, state_dict, .data, autograd's saved tensors."""
-    return return_and_correct_aliasing(func, (x,), {}, x.like(func(x.int_data), func(x.scale)))
+    return _view(func, x, (), func(x.int_data))
 
 
 @OPS.implements(aten.t.default)
 def _t(func: Any, x: Int8RowwiseTensor) -> Any:
     """Used by linear and the backward of mm."""
-    result = x.like(x.int_data.t(), x.scale, scale_dim=-3 - x.scale_dim)
-    return return_and_correct_aliasing(func, (x,), {}, result)
+    return _view(func, x, (), x.int_data.t(), scale_dim=-3 - x.scale_dim)
 
 
 @OPS.implements(aten.transpose.int)
 def _transpose(func: Any, x: Int8RowwiseTensor, dim0: int, dim1: int) -> Any:
     """`w.mT`, `w.transpose(0, 1)`: of the last two dimensions, or the same dimension twice."""
     dims = {dim0 % x.dim(), dim1 % x.dim()}
-    if len(dims) == 1:
-        return _alias(aten.alias.default, x)
-    if dims != {x.dim() - 2, x.dim() - 1}:
+    swap = dims == {x.dim() - 2, x.dim() - 1}
+    if not swap and len(dims) > 1:
         raise NotImplementedError("transpose of an Int8RowwiseTensor takes its last two dimensions")
-    result = x.like(x.int_data.transpose(-2, -1), x.scale, scale_dim=-3 - x.scale_dim)
-    return return_and_correct_aliasing(func, (x, dim0, dim1), {}, result)
+    return _view(
+        func, x, (dim0, dim1), func(x.int_data, dim0, dim1), scale_dim=-3 - x.scale_dim if swap else x.scale_dim
+    )
 
 
 # ---- Copies ----
