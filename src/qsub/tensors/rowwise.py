@@ -113,12 +113,15 @@ class Int8RowwiseTensor(torch.Tensor):
     def requantize_(self, value: Tensor, *, noise: Tensor | None = None) -> "Int8RowwiseTensor":
         """Replace the content by the code of a float matrix, in place.
 
+        Nothing is read back from the device, so values are not checked: a row with NaN, Inf or a magnitude over
+        65504 becomes NaN, as a weight that diverged does. `copy_` checks.
+
         Args:
             value: float, the shape of this tensor.
             noise: the same shape, uniform in [0, 1), to round stochastically; None rounds to nearest.
 
         Raises:
-            ValueError: the shape differs, or a value is not finite or over 65504; the content is left as it was.
+            ValueError: the shape differs.
         """
         if value.shape != self.shape or self.dim() != 2:
             raise ValueError(f"expected a float matrix of shape {tuple(self.shape)}, got {tuple(value.shape)}")

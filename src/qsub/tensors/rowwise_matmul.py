@@ -77,7 +77,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight + bias` for x (..., K) and weight (K, N), by one two-dimensional product."""
     device = weight.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
         with torch.autocast(device, enabled=False):
             return _times_transposed(x, weight, bias)

@@ -35,16 +35,24 @@ def _t(func: Any, x: Int8RowwiseTensor) -> Any:
     return _view(func, x, (), x.int_data.t(), scale_dim=-3 - x.scale_dim)
 
 
+@OPS.implements(aten.permute.default)
+def _permute(func: Any, x: Int8RowwiseTensor, dims: list[int]) -> Any:
+    """`w.T`, `w.permute(1, 0)`: the scale stays with its dimension."""
+    order = [dim % x.dim() for dim in dims]
+    scale_dim = order.index(x.dim() + x.scale_dim) - x.dim()
+    if scale_dim not in (-2, -1):
+        raise NotImplementedError(
+            f"permute must leave the rows of an Int8RowwiseTensor in its last two dims, got {dims}"
+        )
+    return _view(func, x, (dims,), func(x.int_data, dims), scale_dim=scale_dim)
+
+
 @OPS.implements(aten.transpose.int)
 def _transpose(func: Any, x: Int8RowwiseTensor, dim0: int, dim1: int) -> Any:
-    """`w.mT`, `w.transpose(0, 1)`: of the last two dimensions, or the same dimension twice."""
-    dims = {dim0 % x.dim(), dim1 % x.dim()}
-    swap = dims == {x.dim() - 2, x.dim() - 1}
-    if not swap and len(dims) > 1:
-        raise NotImplementedError("transpose of an Int8RowwiseTensor takes its last two dimensions")
-    return _view(
-        func, x, (dim0, dim1), func(x.int_data, dim0, dim1), scale_dim=-3 - x.scale_dim if swap else x.scale_dim
-    )
+    """`w.mT`, `w.transpose(0, 1)`: a permutation of two dimensions."""
+    dims = list(range(x.dim()))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(aten.permute.default, x, dims)
 
 
 # ---- Copies ----
