@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import OpTable, float_dtype
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
 
 OPS = OpTable(
     "Int8RowwiseTensor",
@@ -146,8 +146,8 @@ class Int8RowwiseTensor(torch.Tensor):
         return cls(inner["int_data"], inner["scale"], **meta)
 
     def _stable_hash_for_caching(self) -> str:
-        """Key of torch.compile's caches: the metadata; the inner tensors are hashed by themselves."""
-        return f"{type(self).__qualname__}{sorted(self.__tensor_flatten__()[1].items())}"
+        """Key of torch.compile's caches."""
+        return cache_key(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         fields = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
