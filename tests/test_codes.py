@@ -11,16 +11,15 @@ from reference import LAYOUT, SCALE_STEP, SIGNED, UNSIGNED
 from qsub import Blockwise8bitTensor, Int8RowwiseTensor
 from qsub.tensors import codes
 
-settings.register_profile("codes", deadline=None, derandomize=True, max_examples=150)
-settings.load_profile("codes")
-
+CHECK = settings(deadline=None, derandomize=True, max_examples=150)
+LOG2_LOW, LOG2_HIGH = math.log2(3e-6), math.log2(65504)  # magnitudes of rows that the row code takes
 FP32_EPS = 2.0**-23  # the codes are formed in fp32: a tie may fall on either side by one fp32 rounding or two
 BLOCK = 64
 LARGEST_SCALE = 2.0**126  # the reciprocal of a scale stays a normal fp32 number: values over it saturate
 
 
 @st.composite
-def rows(draw, low=math.log2(3e-6), high=math.log2(65504), size=33):
+def rows(draw, low=LOG2_LOW, high=LOG2_HIGH, size=33):
     """(1, size) fp32 whose largest magnitude is between 2**low and 2**high: heavy tails, ties and zeros too."""
     peak = 2.0 ** draw(st.floats(low, high))
     seed = draw(st.integers(0, 2**31))
@@ -55,6 +54,7 @@ def row_excess(weight, int_data, scale):
     return (weight.double() - int_data.double() * scale.double().unsqueeze(1) / 127).abs() - bound
 
 
+@CHECK
 @given(rows())
 @example(torch.tensor([[3e-6, 1e-6, -1.5e-6]]))
 @example(torch.tensor([[65504.0, -65504.0, 257.0]]))
@@ -66,6 +66,7 @@ def test_row_code_errs_by_half_a_step_at_any_magnitude(weight):
     assert w.int_data.abs().max() == 127  # the whole range is used, also where a row is subnormal
 
 
+@CHECK
 @given(rows())
 def test_row_code_is_idempotent_odd_and_free_of_powers_of_two(weight):
     w = Int8RowwiseTensor.from_float(weight)
@@ -99,6 +100,7 @@ def test_row_bound_rejects_int4_and_a_wrong_scale(magnitude):
         assert row_excess(weight, int_data, max_over_127).max() > 0
 
 
+@CHECK
 @given(rows(high=10.0), st.integers(0, 2**31))
 def test_row_code_rounds_stochastically_without_bias(weight, seed):
     """Evenly spaced noise stands for the uniform one, so the mean is exact to one spacing."""
@@ -130,6 +132,7 @@ def of_code(code, value):
 
 
 @pytest.mark.parametrize("code", sorted(LAYOUT))
+@CHECK
 @given(value=blocks())
 def test_block_code_errs_by_half_a_step(code, value):
     value = of_code(code, value)
@@ -140,6 +143,7 @@ def test_block_code_errs_by_half_a_step(code, value):
 
 
 @pytest.mark.parametrize("code", sorted(LAYOUT))
+@CHECK
 @given(value=blocks(-40, 40), shift=st.integers(-20, 20))
 def test_block_code_is_idempotent_odd_and_free_of_powers_of_two(code, value, shift):
     value = of_code(code, value)
@@ -183,6 +187,7 @@ def test_every_code_decodes_to_a_value_that_encodes_to_it(code):
     assert torch.allclose(gaps, LAYOUT[code].step(value.flatten()[:-1].double() * (1 + 1e-6), torch.ones(1)), rtol=1e-5)
 
 
+@CHECK
 @given(value=blocks(-100, 100), seed=st.integers(0, 2**31))
 def test_a_second_moment_is_never_coded_zero_and_zero_always_is(value, seed):
     value = value.abs()
@@ -201,6 +206,7 @@ def stochastic_mean(value, scale, n=2048):
     return decoded.mean(0, keepdim=True), decoded.amax(0, keepdim=True) - decoded.amin(0, keepdim=True)
 
 
+@CHECK
 @given(blocks())
 def test_second_moment_is_rounded_without_bias(value):
     value = value.abs()
@@ -258,6 +264,7 @@ def bits_of(seed, step, first_block, blocks, block_size=BLOCK):
     return codes.random_bits(salt, torch.tensor(first_block), blocks, block_size)
 
 
+@CHECK
 @given(
     st.integers(-(2**31), 2**31 - 1),
     st.integers(1, 10**6),
