@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import OpTable, float_dtype
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
 
 aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
@@ -145,8 +145,8 @@ class Blockwise8bitTensor(Tensor):
         return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        """Key of torch.compile's caches: the metadata; the inner tensors are hashed by themselves."""
-        return f"{type(self).__qualname__}{sorted(self.__tensor_flatten__()[1].items())}"
+        """Key of torch.compile's caches."""
+        return cache_key(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (

@@ -11,7 +11,7 @@ FP16_MAX = 65504.0
 _MANTISSA_SHIFT = 19  # an fp32 mantissa of 23 bits keeps its top 4
 _HALF_CODE = 1 << (_MANTISSA_SHIFT - 1)
 _TOP = 1.9375  # largest mantissa of 4 bits: the value of the top code before scaling
-_CHUNK = 1 << 20  # elements that a chunked pass over rows holds in fp32 at a time
+_CHUNK = 1 << 18  # elements that a chunked pass over rows holds in fp32 at a time
 _SCALE_MAX = 2.0**126  # the reciprocal of a larger scale is denormal in fp32
 
 

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import OpTable, float_dtype
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
 
 OPS = OpTable(
     "Int8RowwiseTensor",
     "Call .dequantize() first to work on a plain float copy, or use .int_data and .scale.",
 )
+FUNCTIONS: dict[Any, Any] = {}  # replacements of torch functions, filled by rowwise_matmul
 
 
 class Int8RowwiseTensor(torch.Tensor):
@@ -79,8 +80,6 @@ class Int8RowwiseTensor(torch.Tensor):
         self.int_data, self.scale, self.scale_dim = int_data, scale, scale_dim
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     @classmethod
     def from_float(cls, weight: Tensor, *, requires_grad: bool = False) -> "Int8RowwiseTensor":
         """Quantize a float matrix row by row, to nearest.
@@ -114,12 +113,15 @@ class Int8RowwiseTensor(torch.Tensor):
     def requantize_(self, value: Tensor, *, noise: Tensor | None = None) -> "Int8RowwiseTensor":
         """Replace the content by the code of a float matrix, in place.
 
+        Nothing is read back from the device, so values are not checked: a row with NaN, Inf or a magnitude over
+        65504 becomes NaN, as a weight that diverged does. `copy_` checks.
+
         Args:
             value: float, the shape of this tensor.
             noise: the same shape, uniform in [0, 1), to round stochastically; None rounds to nearest.
 
         Raises:
-            ValueError: the shape differs, or a value is not finite or over 65504; the content is left as it was.
+            ValueError: the shape differs.
         """
         if value.shape != self.shape or self.dim() != 2:
             raise ValueError(f"expected a float matrix of shape {tuple(self.shape)}, got {tuple(value.shape)}")
@@ -144,14 +146,20 @@ class Int8RowwiseTensor(torch.Tensor):
         return cls(inner["int_data"], inner["scale"], **meta)
 
     def _stable_hash_for_caching(self) -> str:
-        """Key of torch.compile's caches: the metadata; the inner tensors are hashed by themselves."""
-        return f"{type(self).__qualname__}{sorted(self.__tensor_flatten__()[1].items())}"
+        """Key of torch.compile's caches."""
+        return cache_key(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         fields = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         fields += ", transposed" if self.scale_dim == -1 else ""
         fields += ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({fields})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Linear and matmul are brought to two dimensions (FUNCTIONS); all else goes straight to the operators."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,8 @@
-"""Matrix products of Int8RowwiseTensor: the operators that linear, matmul and their backward come down to.
+"""Matrix products of Int8RowwiseTensor.
+
+linear and matmul, of any number of dimensions, are brought to the two-dimensional operators mm and addmm above
+autograd (left to itself, matmul would expand the weight to a batch for some layouts of the input, and autocast
+would copy it). mm and addmm are carried out below autograd on the int8 data.
 
 A frozen weight needs nothing special in backward: autograd's mm keeps the weight (int8 data and scale) and not the
 input, and the gradient of the input is one more mm, with the weight the other way round.
@@ -10,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qsub.linear import int8_mm, int8_mm_transposed
-from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
+from qsub.tensors.rowwise import FUNCTIONS, OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
 
@@ -48,10 +52,46 @@ def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alph
     return _mm(aten.mm.default, a, b).mul_(alpha).add_(bias, alpha=beta)
 
 
-@OPS.implements(aten.linear.default)
-def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Under inference_mode linear arrives whole."""
-    if not isinstance(weight, Int8RowwiseTensor) or isinstance(bias, Int8RowwiseTensor):
+# ---- Above autograd ----
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.linear with an int8 weight (N, K): (..., K) to (..., N) in the dtype of the input.
+
+    Under autocast the input is cast to autocast's dtype, as torch does; the weight and the bias never are.
+    """
+    if not isinstance(weight, Int8RowwiseTensor):
         raise NotImplementedError("linear with an Int8RowwiseTensor as input or bias: call .dequantize() on it")
-    result = _product(x.reshape(-1, x.shape[-1]), weight.t(), bias)  # type: ignore[arg-type]
-    return result.reshape(*x.shape[:-1], weight.shape[0])
+    return _times_transposed(input, weight.t(), bias)
+
+
+def matmul(input: Tensor, other: Tensor) -> Tensor:
+    """torch.matmul where one operand is an int8 matrix and the other has one dimension or more."""
+    if isinstance(other, Int8RowwiseTensor):
+        return _times_transposed(input, other, None)
+    if other.dim() == 1:
+        return _times_transposed(other, input.t(), None)
+    return _times_transposed(other.transpose(-2, -1), input.t(), None).transpose(-2, -1)
+
+
+def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight + bias` for x (..., K) and weight (K, N), by one two-dimensional product."""
+    device = weight.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
+        with torch.autocast(device, enabled=False):
+            return _times_transposed(x, weight, bias)
+    if x.dim() == 0 or x.shape[-1] != weight.shape[0]:
+        raise RuntimeError(
+            f"an input of shape {tuple(x.shape)} can't be multiplied with an Int8RowwiseTensor that takes "
+            f"{weight.shape[0]} features"
+        )
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    result = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return result.reshape(*x.shape[:-1], weight.shape[1]) if x.dim() != 2 else result
+
+
+FUNCTIONS[torch.nn.functional.linear] = linear
+for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
+    FUNCTIONS[function] = matmul
+FUNCTIONS[Tensor.__rmatmul__] = lambda other, input: matmul(input, other)

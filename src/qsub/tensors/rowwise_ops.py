@@ -16,29 +16,43 @@ aten = torch.ops.aten
 # ---- Aliases and views ----
 
 
+def _view(func: Any, x: Int8RowwiseTensor, args: tuple[Any, ...], int_data: Tensor, **changes: Any) -> Any:
+    """Result of a view operator. Under inference_mode a view of a normal tensor is a normal tensor."""
+    with torch.inference_mode(x.is_inference()):
+        result = x.like(int_data, x.scale, **changes)
+    return return_and_correct_aliasing(func, (x, *args), {}, result)
+
+
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Int8RowwiseTensor) -> Any:
     """nn.Parameter, state_dict, .data, autograd's saved tensors."""
-    return return_and_correct_aliasing(func, (x,), {}, x.like(func(x.int_data), func(x.scale)))
+    return _view(func, x, (), func(x.int_data))
 
 
 @OPS.implements(aten.t.default)
 def _t(func: Any, x: Int8RowwiseTensor) -> Any:
     """Used by linear and the backward of mm."""
-    result = x.like(x.int_data.t(), x.scale, scale_dim=-3 - x.scale_dim)
-    return return_and_correct_aliasing(func, (x,), {}, result)
+    return _view(func, x, (), x.int_data.t(), scale_dim=-3 - x.scale_dim)
+
+
+@OPS.implements(aten.permute.default)
+def _permute(func: Any, x: Int8RowwiseTensor, dims: list[int]) -> Any:
+    """`w.T`, `w.permute(1, 0)`: the scale stays with its dimension."""
+    order = [dim % x.dim() for dim in dims]
+    scale_dim = order.index(x.dim() + x.scale_dim) - x.dim()
+    if scale_dim not in (-2, -1):
+        raise NotImplementedError(
+            f"permute must leave the rows of an Int8RowwiseTensor in its last two dims, got {dims}"
+        )
+    return _view(func, x, (dims,), func(x.int_data, dims), scale_dim=scale_dim)
 
 
 @OPS.implements(aten.transpose.int)
 def _transpose(func: Any, x: Int8RowwiseTensor, dim0: int, dim1: int) -> Any:
-    """`w.mT`, `w.transpose(0, 1)`: of the last two dimensions, or the same dimension twice."""
-    dims = {dim0 % x.dim(), dim1 % x.dim()}
-    if len(dims) == 1:
-        return _alias(aten.alias.default, x)
-    if dims != {x.dim() - 2, x.dim() - 1}:
-        raise NotImplementedError("transpose of an Int8RowwiseTensor takes its last two dimensions")
-    result = x.like(x.int_data.transpose(-2, -1), x.scale, scale_dim=-3 - x.scale_dim)
-    return return_and_correct_aliasing(func, (x, dim0, dim1), {}, result)
+    """`w.mT`, `w.transpose(0, 1)`: a permutation of two dimensions."""
+    dims = list(range(x.dim()))
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(aten.permute.default, x, dims)
 
 
 # ---- Copies ----
