@@ -53,6 +53,13 @@ def check_options(options: dict[str, Any], backend: str | None) -> None:
         raise ValueError("differentiable=True is not supported: 8-bit state has no gradient; use torch.optim.Adam(W)")
     if options["fused"] and backend == "eager":
         raise ValueError("fused=True contradicts backend='eager': drop one of them")
+    check_state_options(options)
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
+
+
+def check_state_options(options: dict[str, Any]) -> None:
+    """ValueError or TypeError for a bad option of those that torch.optim doesn't have; a loaded one, say."""
     block_size = options["block_size"]
     if not isinstance(block_size, int) or not 16 <= block_size <= 4096 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two from 16 to 4096, got {block_size!r}")
@@ -64,5 +71,3 @@ def check_options(options: dict[str, Any], backend: str | None) -> None:
         raise ValueError(f"state_code must be one of {STATE_CODES}, got {options['state_code']!r}")
     if not isinstance(options["seed"], int):
         raise TypeError(f"seed must be an int, got {type(options['seed']).__name__}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
