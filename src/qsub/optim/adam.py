@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, run_step
-from qsub.optim.options import check_options, check_param
+from qsub.optim.options import check_keys, check_options, check_param
 from qsub.optim.step import hyper_vector
 from qsub.tensors import codes
 from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
@@ -114,8 +114,8 @@ class Adam8bit(torch.optim.Optimizer):
             param_group = {**param_group, "params": params}
             for entry in params:
                 check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
-            unknown = set(param_group) - set(self.defaults) - {"params", "param_names", "initial_lr", "name"}
-            check_options({**self.defaults, **param_group}, self.backend, unknown)
+            check_keys(param_group, self.defaults)
+            check_options({**self.defaults, **param_group}, self.backend)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -172,8 +172,8 @@ class Adam8bit(torch.optim.Optimizer):
             self._hyper[index, device] = values, tensor
         return tensor
 
-    def _seed_tensor(self, group: dict[str, Any], index: int, device: torch.device) -> Tensor:
-        key = index, device
+    def _seed_tensor(self, group: dict[str, Any], device: torch.device) -> Tensor:
+        key = group["seed"], device  # which the user may change
         if key not in self._seeds:
             signed = (group["seed"] + (1 << 31)) % (1 << 32) - (1 << 31)
             self._seeds[key] = torch.full((), signed, dtype=torch.int32, device=device)
@@ -185,7 +185,7 @@ class Adam8bit(torch.optim.Optimizer):
         if param.numel() == 0:
             return
         step = state["step"].to(param.device)
-        scalars = (step, self._hyper_tensor(index, group, param.device), self._seed_tensor(group, index, param.device))
+        scalars = (step, self._hyper_tensor(index, group, param.device), self._seed_tensor(group, param.device))
         moments = [state[key] for key in states.moment_keys(group)]
         block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
         shape = param.shape

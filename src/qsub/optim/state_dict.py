@@ -1,11 +1,13 @@
 """Optimizer state: its form for each parameter, loading, and exchange with torch.optim."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsub.optim.options import check_state_options
 from qsub.tensors.blockwise import Blockwise8bitTensor
 
 CODE_OF_MOMENT = {
@@ -60,7 +62,7 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
             f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
         )
     device = param.device if group["capturable"] else "cpu"
-    state = {key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")}
+    state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
     state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)
     for key in moment_keys(group):
         state[key] = _moment(saved[key], param, group, key, f"state of parameter {index}, {key}")
@@ -73,6 +75,7 @@ def _merge_group(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, An
     merged["decoupled_weight_decay"] = current["decoupled_weight_decay"]
     if any(key not in saved for key in QSUB_OPTIONS):  # a state dict of torch.optim
         merged.update({key: current[key] for key in _IMPLEMENTATION})
+    check_state_options(merged)
     return merged
 
 

@@ -38,8 +38,8 @@ def adam_step(
     """One step of Adam (`decoupled=False`) or AdamW (`decoupled=True`) in fp32.
 
     Args:
-        param: any shape, fp32. The four tensors that follow have its shape and dtype.
-        grad: gradient.
+        param: any shape, fp32; or fp64, which keeps its precision.
+        grad: gradient, fp32, of the same shape as the three tensors that follow.
         exp_avg: first moment.
         exp_avg_sq: second moment.
         max_exp_avg_sq: largest second moment so far (amsgrad), or None.
@@ -52,9 +52,9 @@ def adam_step(
     """
     grad = grad * hyper[SIGN]
     if decoupled:
-        param = param * (1.0 - hyper[LR] * hyper[WEIGHT_DECAY])
+        param = param * (1.0 - (hyper[LR] * hyper[WEIGHT_DECAY]).to(param.dtype))
     else:
-        grad = grad + hyper[WEIGHT_DECAY] * param
+        grad = grad + hyper[WEIGHT_DECAY] * param.float()
     exp_avg = exp_avg + hyper[ONE_MINUS_BETA1] * (grad - exp_avg)
     exp_avg_sq = hyper[BETA2] * exp_avg_sq + hyper[ONE_MINUS_BETA2] * (grad * grad)
     second = exp_avg_sq
@@ -64,6 +64,11 @@ def adam_step(
     root_correction = torch.rsqrt(-torch.expm1(step * hyper[LOG_BETA2]))
     param = param - step_size * (exp_avg / (torch.sqrt(second) * root_correction + hyper[EPS]))
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
+
+
+def _wide(param: Tensor) -> Tensor:
+    """The parameter in the dtype that its update is added in: at least fp32."""
+    return param if param.dtype == torch.float64 else param.float()
 
 
 def _round_param(value: Tensor, param: Tensor, noise: Tensor | None) -> Tensor:
@@ -109,7 +114,7 @@ def step_float32(
         stochastic_round: round a bf16 parameter stochastically.
     """
     value, first, second, largest = adam_step(
-        param.float(), grad.float(), exp_avg, exp_avg_sq, max_exp_avg_sq, step, hyper, decoupled
+        _wide(param), grad.float(), exp_avg, exp_avg_sq, max_exp_avg_sq, step, hyper, decoupled
     )
     noise = codes.random_bits(step_salt(seed, step), first_block, *param.shape) if stochastic_round else None
     param.copy_(_round_param(value, param, noise))
@@ -151,7 +156,7 @@ def step_8bit(
         stochastic_round: round a bf16 parameter stochastically.
     """
     value, first, second, largest = adam_step(
-        param.float(),
+        _wide(param),
         grad.float(),
         codes.decode_signed(exp_avg[0], exp_avg[1].float()),
         codes.decode_unsigned(exp_avg_sq[0], exp_avg_sq[1].float()),

@@ -12,7 +12,7 @@ _MANTISSA_SHIFT = 19  # an fp32 mantissa of 23 bits keeps its top 4
 _HALF_CODE = 1 << (_MANTISSA_SHIFT - 1)
 _TOP = 1.9375  # largest mantissa of 4 bits: the value of the top code before scaling
 _CHUNK = 1 << 18  # elements that a chunked pass over rows holds in fp32 at a time
-_BF16_MAX = float.fromhex("0x1.fep127")
+_SCALE_MAX = 2.0**126  # the reciprocal of a larger scale is denormal in fp32
 
 
 # ---- Row code (weights): one fp16 scale per row, the largest magnitude of the row ----
@@ -107,7 +107,9 @@ _FIELD = 1 << 23  # one step of fp32's exponent field
 
 
 def block_scale(absmax: Tensor) -> Tensor:
-    """Scale of a block: its largest magnitude rounded up to bf16, at least 2**-126 unless the block is zero.
+    """Scale of a block: its largest magnitude rounded up to bf16, in [2**-126, 2**126] unless the block is zero.
+
+    Larger values (a second moment of gradients over 9e18, whose squares are about to overflow) saturate.
 
     Args:
         absmax: fp32, finite, non-negative.
@@ -115,7 +117,7 @@ def block_scale(absmax: Tensor) -> Tensor:
     Returns:
         fp32 tensor of the same shape whose values bf16 holds exactly.
     """
-    bits = (absmax.clamp(max=_BF16_MAX).view(torch.int32) + 0xFFFF) & -0x10000
+    bits = (absmax.clamp(max=_SCALE_MAX).view(torch.int32) + 0xFFFF) & -0x10000
     return torch.where(absmax > 0, bits.view(torch.float32).clamp_min(2.0**-126), 0.0)
 
 
