@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-BACKENDS = ("eager", "compile")
+BACKENDS = ("triton", "compile", "eager")
 STATE_CODES = ("block_float8",)
 
 
