@@ -6,7 +6,6 @@ here waits for the device.
 """
 
 import contextlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor], None]
 
 def check_device(device: torch.device) -> None:
     """ValueError unless Triton's kernels run on `device`."""
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda" and type(kernel.adam_kernel).__name__ != "InterpretedFunction":
         raise ValueError(
             f"backend='triton' needs CUDA parameters, got one on {device}. Leave backend None, or set "
             "TRITON_INTERPRET=1 before qsub is imported to run the kernel in Triton's interpreter."
@@ -196,7 +195,15 @@ def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dic
 def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTensor) -> None:
     count = len(plan.ids)
     kernel.prepare_kernel[(triton.cdiv(count, _LANES),)](
-        pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, LANES=_LANES, num_warps=4
+        pointers,
+        plan.steps,
+        plan.scalars,
+        hyper.tensor,
+        hyper.seed,
+        count,
+        LANES=_LANES,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
     block_size: int = group["block_size"]
     kernel.adam_kernel[(plan.programs.shape[0] * PROGRAMS,)](
@@ -213,4 +220,5 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
         AMSGRAD=group["amsgrad"],
         STOCHASTIC=group["stochastic_round"],
         num_warps=max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP),
+        enable_fp_fusion=True,
     )
