@@ -92,18 +92,25 @@ def run_step(
         decoupled: AdamW rather than Adam.
         stochastic_round: round a bf16 parameter stochastically.
     """
-    param = tensors[0]
+    param, grad = tensors[:2]
     kind = "8bit" if isinstance(tensors[2], tuple) else "float32"
     function: Callable[..., None] = definition.step_8bit if kind == "8bit" else definition.step_float32
+    # For the CPU inductor warns of fp16 beside the bf16 scales: it gets fp32 copies of a chunk.
+    widen = backend == "compile" and param.device.type == "cpu" and param.dtype == torch.float16
     if backend == "compile":
-        dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
-        function = _variant(kind, (decoupled, stochastic_round), dtypes)
+        dtypes = (torch.float32, torch.float32) if widen else (param.dtype, grad.dtype)
+        function = _variant(kind, (decoupled, stochastic_round), (*dtypes, tensors[4] is None, param.device))
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):
         chunk = tuple(_slice(x, slice(start, start + size)) for x in tensors)
+        target = chunk[0]
+        if widen:
+            chunk = (target.float(), chunk[1].float(), *chunk[2:])
         if backend == "compile" and chunk[0].shape[0] > 1:
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
         offset = torch.tensor(first_block + start, device=param.device)
         function(*chunk, *scalars, offset, decoupled, stochastic_round)
+        if widen:
+            target.copy_(chunk[0])
