@@ -17,6 +17,15 @@ from qsub.tensors.rowwise import Int8RowwiseTensor
 _WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
 
 
+def _storable(value: Tensor, weight: Int8RowwiseTensor) -> Tensor:
+    """New value of an int8 weight as far as its row code holds it: one NaN or Inf would spoil the whole row.
+
+    An element that is NaN keeps its old value; magnitudes over 65504 become that.
+    """
+    value = torch.where(value.isnan(), weight.dequantize(torch.float32), value)
+    return value.clamp(-codes.FP16_MAX, codes.FP16_MAX)
+
+
 class Adam8bit(torch.optim.Optimizer):
     """torch.optim.Adam with 8-bit state.
 
@@ -187,7 +196,7 @@ class Adam8bit(torch.optim.Optimizer):
         step = state["step"].to(param.device)
         scalars = (step, self._hyper_tensor(index, group, param.device), self._seed_tensor(group, param.device))
         moments = [state[key] for key in states.moment_keys(group)]
-        block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
+        block_size = moments[0].block_size if isinstance(moments[0], Blockwise8bitTensor) else 1
         shape = param.shape
         int8_weight = isinstance(param, Int8RowwiseTensor)
         value = param.dequantize(torch.float32) if int8_weight else param.detach()
@@ -216,7 +225,7 @@ class Adam8bit(torch.optim.Optimizer):
         salt = codes.mix(seed ^ codes.mix(step.to(torch.int32) ^ _WRITE_BACK))
         start = torch.zeros((), dtype=torch.int64, device=value.device)
         bits = codes.random_bits(salt, start, *value.shape)
-        param.requantize_(value, noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+        param.requantize_(_storable(value, param), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch.optim.Adam(W), whose fp32 moments are encoded.
