@@ -99,7 +99,7 @@ def test_repr():
     weight = make(4, 8, torch.bfloat16)
     text = "Int8RowwiseTensor(shape=(4, 8), dtype=torch.bfloat16, device=cpu)"
     assert repr(weight) == text
-    assert repr(weight.t()) == "Int8RowwiseTensor(shape=(8, 4), dtype=torch.bfloat16, device=cpu, transposed)"
+    assert repr(weight.t()) == "Int8RowwiseTensor(shape=(8, 4), dtype=torch.bfloat16, device=cpu, scale_dim=-1)"
     assert text[:-1] + ", requires_grad=True)" in repr(nn.Parameter(weight))
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, run_step
+from qsub.optim.hyper import HyperTensor
 from qsub.optim.options import check_keys, check_options, check_param
-from qsub.optim.step import hyper_vector
+from qsub.optim.step import SKIP
 from qsub.tensors import codes
 from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
 from qsub.tensors.rowwise import Int8RowwiseTensor
@@ -41,7 +42,7 @@ class Adam8bit(torch.optim.Optimizer):
         amsgrad: use the largest second moment so far (arXiv 1904.09237); it is kept in 8 bits too.
         foreach: only None or False; choose with `backend`.
         maximize: ascend rather than descend.
-        capturable: keep the step count on the device of the parameter.
+        capturable: the step may be captured in a CUDA graph (after one step outside of it).
         differentiable: only False.
         fused: None, False or True; every backend but "eager" is fused.
         decoupled_weight_decay: AdamW's weight decay.
@@ -51,12 +52,16 @@ class Adam8bit(torch.optim.Optimizer):
         state_code: "block_float8".
         stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
         seed: of the random bits, which are a pure function of it, the step and the element's place.
-        backend: "eager", "compile" or None for the fastest that works on the device of the parameter.
+        backend: "triton" (all parameters of a group in one launch), "compile", "eager", or None for the fastest that
+            works on the device of the parameter.
 
     Raises:
         ValueError: an option out of its range.
         TypeError: a parameter that is not a real floating point tensor.
     """
+
+    # torch.amp.GradScaler then leaves unscaling and skipping to the step, which needs no sync for them
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -102,8 +107,8 @@ class Adam8bit(torch.optim.Optimizer):
         }
         check_options(defaults, backend)
         self.backend = backend
-        self._hyper: dict[tuple[int, torch.device], tuple[Any, Tensor]] = {}
-        self._seeds: dict[tuple[int, torch.device], Tensor] = {}
+        self._hyper: dict[tuple[int, torch.device], HyperTensor] = {}
+        self._launches: Any = None
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class Adam8bit(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`; torch.optim's load_state_dict calls it too."""
         super().__setstate__(state)
-        self._hyper, self._seeds = {}, {}
+        self._hyper, self._launches = {}, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's; a bad parameter or option raises and leaves the optimizer as it was."""
@@ -144,63 +149,91 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [
-            (index, group, [p for p in group["params"] if p.grad is not None])
-            for index, group in enumerate(self.param_groups)
-        ]
-        for _, _, params in work:
-            for param in params:
-                if param.grad.layout != torch.strided:
+        work = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for pairs in work:
+            for _, grad in pairs:
+                if grad.layout != torch.strided:
                     name = type(self).__name__
                     raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
-        for index, group, params in work:
-            for param in params:
-                self._step_param(index, group, param)
+        for index, (group, pairs) in enumerate(zip(self.param_groups, work, strict=True)):
+            for param, grad in self._step_together(index, group, pairs):
+                self._step_param(index, group, param, grad)
         return loss
+
+    def _step_together(
+        self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Step those parameters that backend "triton" takes, one launch a device; returns the others."""
+        devices = {param.device for param, _ in pairs}
+        others = []
+        for device in devices:
+            here = pairs if len(devices) == 1 else [pair for pair in pairs if pair[0].device == device]
+            if device.type == "cuda":
+                self._check_capture(group)
+            if resolve_backend(self.backend, device) != "triton":
+                others += here
+                continue
+            from qsub.optim import one_launch, plan  # needs Triton, which not every platform has
+
+            one_launch.check_device(device)
+            taken = [pair for pair in here if plan.takes(*pair)]
+            if len(taken) < len(here):
+                others += [pair for pair in here if not plan.takes(*pair)]
+            if not taken:
+                continue
+            for param, _ in taken:
+                self._init_state(group, param)
+            if self._launches is None:
+                self._launches = one_launch.OneLaunch()
+            hyper = self._refresh_hyper(index, group, device)
+            params, grads = map(list, zip(*taken, strict=True))
+            self._launches.step((index, device), group, self.state, params, grads, hyper, self._write_back)
+        return others
+
+    def _check_capture(self, group: dict[str, Any]) -> None:
+        if not group["capturable"] and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"step() of {type(self).__name__} was captured in a CUDA graph with capturable=False. "
+                "Pass capturable=True."
+            )
 
     def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            where = param.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=where)
+            if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "state can't be made while a CUDA graph is captured (each replay would reset it): take one step "
+                    "outside of the capture first"
+                )
+            state["step"] = torch.zeros((), dtype=torch.float32, device=states.step_device(param, group))
             for key in states.moment_keys(group):
                 state[key] = states.zero_moment(param, group, key)
         return state
 
-    def _hyper_tensor(self, index: int, group: dict[str, Any], device: torch.device) -> Tensor:
+    def _refresh_hyper(self, index: int, group: dict[str, Any], device: torch.device) -> HyperTensor:
         """The group's hyper-parameters on `device`, refreshed in place where one changed."""
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        values = hyper_vector(
-            float(lr), (float(beta1), float(beta2)), group["eps"], group["weight_decay"], group["maximize"]
-        )
-        cached, tensor = self._hyper.get((index, device), (None, None))
-        if tensor is None:
-            tensor = torch.empty(len(values), dtype=torch.float32, device=device)
-        if cached != values:
-            tensor.copy_(torch.tensor(values, dtype=torch.float32))
-            self._hyper[index, device] = values, tensor
-        return tensor
+        if (index, device) not in self._hyper:
+            self._hyper[index, device] = HyperTensor(device)
+        hyper = self._hyper[index, device]
+        # torch.amp.GradScaler sets these two for an optimizer with `_step_supports_amp_scaling`
+        hyper.refresh(group, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return hyper
 
-    def _seed_tensor(self, group: dict[str, Any], device: torch.device) -> Tensor:
-        key = group["seed"], device  # which the user may change
-        if key not in self._seeds:
-            signed = (group["seed"] + (1 << 31)) % (1 << 32) - (1 << 31)
-            self._seeds[key] = torch.full((), signed, dtype=torch.int32, device=device)
-        return self._seeds[key]
-
-    def _step_param(self, index: int, group: dict[str, Any], param: Tensor) -> None:
+    def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """One parameter with backend "eager" or "compile"."""
         state = self._init_state(group, param)
-        state["step"] += 1
+        found_inf = getattr(self, "found_inf", None)
+        count = state["step"]
+        count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
         if param.numel() == 0:
             return
-        step = state["step"].to(param.device)
-        scalars = (step, self._hyper_tensor(index, group, param.device), self._seed_tensor(group, param.device))
+        step = count.to(param.device)
+        hyper = self._refresh_hyper(index, group, param.device)
         moments = [state[key] for key in states.moment_keys(group)]
         block_size = moments[0].block_size if isinstance(moments[0], Blockwise8bitTensor) else 1
         shape = param.shape
         int8_weight = isinstance(param, Int8RowwiseTensor)
         value = param.dequantize(torch.float32) if int8_weight else param.detach()
-        grad = to_blocks(param.grad.contiguous(), shape, block_size)  # type: ignore[union-attr]
         staged = [Staged(value, block_size)]
         pairs: list[Any] = []
         for moment in moments:
@@ -210,22 +243,34 @@ class Adam8bit(torch.optim.Optimizer):
             else:
                 staged.append(Staged(moment, block_size))
                 pairs.append(staged[-1].blocks)
-        tensors = (staged[0].blocks, grad, *pairs, *([None] * (3 - len(pairs))))
+        tensors = (
+            staged[0].blocks,
+            to_blocks(grad.contiguous(), shape, block_size),
+            *pairs,
+            *([None] * (3 - len(pairs))),
+        )
         stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
         backend = resolve_backend(self.backend, param.device)
+        if backend == "triton":  # a dtype that the launch doesn't take
+            backend = "compile"
+        scalars = (step, hyper.tensor, hyper.seed)
         run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic)
         for entry in staged:
             entry.finish()
         if isinstance(param, Int8RowwiseTensor):
-            self._write_back(param, value, scalars)
+            self._write_back(param, value, step, hyper)
 
-    def _write_back(self, param: Int8RowwiseTensor, value: Tensor, scalars: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _write_back(self, param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -> None:
         """New value of a trainable int8 weight, through the row code with stochastic rounding."""
-        step, _, seed = scalars
-        salt = codes.mix(seed ^ codes.mix(step.to(torch.int32) ^ _WRITE_BACK))
+        weight: Any = param
+        salt = codes.mix(hyper.seed ^ codes.mix(step.to(torch.int32) ^ _WRITE_BACK))
         start = torch.zeros((), dtype=torch.int64, device=value.device)
         bits = codes.random_bits(salt, start, *value.shape)
-        param.requantize_(_storable(value, param), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+        before = weight.int_data.clone(), weight.scale.clone()
+        weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+        skipped = hyper.tensor[SKIP] != 0
+        weight.int_data.copy_(torch.where(skipped, before[0], weight.int_data))
+        weight.scale.copy_(torch.where(skipped, before[1], weight.scale))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch.optim.Adam(W), whose fp32 moments are encoded.

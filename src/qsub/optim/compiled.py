@@ -6,6 +6,7 @@ from step to step come in tensors, so none of them recompiles.
 """
 
 import functools
+import importlib.util
 import types
 import warnings
 from collections.abc import Callable
@@ -33,6 +34,12 @@ def cpp_compiler_error() -> str | None:
 
 
 @functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
 def _warn_eager(reason: str) -> None:
     warnings.warn(
         "qsub.optim: no working C++ compiler was found, so the step runs in eager mode, much slower. "
@@ -45,13 +52,15 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
     """The backend that a parameter on `device` uses: `backend` itself, or the fastest one that works there."""
     if backend is not None:
         return backend
+    if device.type == "cuda":
+        return "triton" if has_triton() else "eager"
     if device.type == "cpu":
         reason = cpp_compiler_error()
         if reason is not None:
             _warn_eager(reason)
             return "eager"
         return "compile"
-    return "compile" if device.type == "cuda" else "eager"
+    return "eager"
 
 
 @functools.cache

@@ -31,6 +31,11 @@ def is_8bit(param: Tensor, group: dict[str, Any]) -> bool:
     return group["state_bits"] == 8 and param.numel() >= max(1, group["min_8bit_size"])
 
 
+def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
+    """Where the step count of `param` is: on a GPU always, so that a step a GradScaler skips needs no sync."""
+    return param.device if group["capturable"] or param.device.type == "cuda" else torch.device("cpu")
+
+
 def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
     """The moment of a parameter before its first step."""
     if is_8bit(param, group):
@@ -61,7 +66,7 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
         raise ValueError(
             f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
         )
-    device = param.device if group["capturable"] else "cpu"
+    device = step_device(param, group)
     state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
     state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)
     for key in moment_keys(group):
@@ -116,6 +121,7 @@ def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict
 
 def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A qsub state dict as one of torch.optim.Adam(W): fp32 moments, and only the options that it knows."""
+    capturable = {index: group["capturable"] for group in state_dict["param_groups"] for index in group["params"]}
     state = {
         index: {
             key: value.dequantize() if isinstance(value, Blockwise8bitTensor) else value.clone()
@@ -124,6 +130,9 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
         }
         for index, entry in state_dict["state"].items()
     }
+    for index, entry in state.items():
+        if not capturable[index]:
+            entry["step"] = entry["step"].cpu()
     groups = [
         {key: value for key, value in group.items() if key not in QSUB_OPTIONS} for group in state_dict["param_groups"]
     ]

@@ -4,25 +4,18 @@ The formulas are those of arXiv 1412.6980 (Adam, algorithm 1), arXiv 1711.05101 
 torch.optim's amsgrad and maximize. State is either fp32 or in the block codes of `qsub.tensors.codes`.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from qsub.tensors import codes
 
-# Places in the vector of hyper-parameters: one fp32 tensor per group and device. What needs more than fp32 to
-# form (1 - beta2, log(beta2)) is formed in double precision on the host.
-LR, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, LOG_BETA1, LOG_BETA2, EPS, WEIGHT_DECAY, SIGN = range(10)
-N_HYPER = 10
+# Places in the vector of hyper-parameters, one fp32 tensor per group and device that `qsub.optim.hyper` fills.
+# GRAD_FACTOR multiplies gradients: -1 to maximize, over the scale of a GradScaler. SKIP is its found_inf: unless 0,
+# the step changes nothing.
+LR, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, LOG_BETA1, LOG_BETA2, EPS = range(8)
+WEIGHT_DECAY, GRAD_FACTOR, SKIP = range(8, 11)
+N_HYPER = 11
 _FLOAT_MAX = torch.finfo(torch.float32).max
-
-
-def hyper_vector(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, maximize: bool) -> list[float]:
-    """The hyper-parameters in the order that the step reads them, as Python floats."""
-    beta1, beta2 = betas
-    log1, log2 = (math.log(beta) if beta > 0 else -math.inf for beta in betas)
-    return [lr, beta1, beta2, 1 - beta1, 1 - beta2, log1, log2, eps, weight_decay, -1.0 if maximize else 1.0]
 
 
 def adam_step(
@@ -44,13 +37,13 @@ def adam_step(
         exp_avg_sq: second moment.
         max_exp_avg_sq: largest second moment so far (amsgrad), or None.
         step: 0-dim fp32, the number of this step, from 1.
-        hyper: (N_HYPER,) fp32, see `hyper_vector`.
+        hyper: (N_HYPER,) fp32, see `qsub.optim.hyper`.
         decoupled: weight decay scales the parameter (AdamW) rather than adding to the gradient (Adam).
 
     Returns:
         New param, exp_avg, exp_avg_sq and max_exp_avg_sq; nothing is changed in place.
     """
-    grad = grad * hyper[SIGN]
+    grad = grad * hyper[GRAD_FACTOR]
     if decoupled:
         param = param * (1.0 - (hyper[LR] * hyper[WEIGHT_DECAY]).to(param.dtype))
     else:
@@ -69,6 +62,11 @@ def adam_step(
 def _wide(param: Tensor) -> Tensor:
     """The parameter in the dtype that its update is added in: at least fp32."""
     return param if param.dtype == torch.float64 else param.float()
+
+
+def _store(target: Tensor, value: Tensor, hyper: Tensor) -> None:
+    """Write `value` to `target` in its dtype, unless the step is skipped."""
+    target.copy_(torch.where(hyper[SKIP] != 0, target, value.to(target.dtype)))
 
 
 def _round_param(value: Tensor, param: Tensor, noise: Tensor | None) -> Tensor:
@@ -117,11 +115,11 @@ def step_float32(
         _wide(param), grad.float(), exp_avg, exp_avg_sq, max_exp_avg_sq, step, hyper, decoupled
     )
     noise = codes.random_bits(step_salt(seed, step), first_block, *param.shape) if stochastic_round else None
-    param.copy_(_round_param(value, param, noise))
-    exp_avg.copy_(first)
-    exp_avg_sq.copy_(second)
+    _store(param, _round_param(value, param, noise), hyper)
+    _store(exp_avg, first, hyper)
+    _store(exp_avg_sq, second, hyper)
     if max_exp_avg_sq is not None and largest is not None:
-        max_exp_avg_sq.copy_(largest)
+        _store(max_exp_avg_sq, largest, hyper)
 
 
 def step_8bit(
@@ -166,18 +164,18 @@ def step_8bit(
         decoupled,
     )
     bits = codes.random_bits(step_salt(seed, step), first_block, *param.shape)
-    param.copy_(_round_param(value, param, codes.mix(bits) if stochastic_round else None))
+    _store(param, _round_param(value, param, codes.mix(bits) if stochastic_round else None), hyper)
     finite = second <= _FLOAT_MAX
     first = torch.where(finite, first, 0.0)
     second = torch.where(finite, second, 0.0)
     scale = codes.block_scale(first.abs().amax(1))
-    exp_avg[0].copy_(codes.encode_signed(first, scale))
-    exp_avg[1].copy_(scale)
+    _store(exp_avg[0], codes.encode_signed(first, scale), hyper)
+    _store(exp_avg[1], scale, hyper)
     scale = codes.block_scale(second.amax(1))
-    exp_avg_sq[0].copy_(codes.encode_unsigned(second, scale, bits & 0x7FFFF))
-    exp_avg_sq[1].copy_(scale)
+    _store(exp_avg_sq[0], codes.encode_unsigned(second, scale, bits & 0x7FFFF), hyper)
+    _store(exp_avg_sq[1], scale, hyper)
     if max_exp_avg_sq is not None and largest is not None:
         largest = torch.where(finite, largest, 0.0)
         scale = codes.block_scale(largest.amax(1))
-        max_exp_avg_sq[0].copy_(codes.encode_unsigned(largest, scale))
-        max_exp_avg_sq[1].copy_(scale)
+        _store(max_exp_avg_sq[0], codes.encode_unsigned(largest, scale), hyper)
+        _store(max_exp_avg_sq[1], scale, hyper)

@@ -76,18 +76,19 @@ def quantize_rows(weight: Tensor, noise: Tensor | None = None) -> tuple[Tensor, 
     return codes, scale
 
 
-def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype, dim: int = -2) -> Tensor:
+def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype, dim: int | None = -2) -> Tensor:
     """Decode to `codes * scale / 127`, formed in fp32 (fp64 for an fp64 result) and rounded once to `dtype`.
 
     Args:
-        codes: int8, any strides; `dim` is the dimension that `scale` runs along.
-        scale: (codes.shape[dim],) fp16.
+        codes: int8, any shape and strides.
+        scale: fp16, of shape (codes.shape[dim],), or () where `dim` is None.
         dtype: float dtype of the result.
-        dim: -2 for (rows, columns), -1 for its transpose.
+        dim: negative index of the dimension that `scale` runs along: -2 for (rows, columns), -1 for its transpose,
+            None for a single row.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     step = scale.to(wide) * (1.0 / 127.0)
-    return (codes * (step.unsqueeze(-1) if dim == -2 else step)).to(dtype)
+    return (codes * (step if dim is None else step.view(-1, *[1] * (-1 - dim)))).to(dtype)
 
 
 # ---- Block code "block_float8" (optimizer state): one bf16 scale per block, the block's maximum rounded up ----

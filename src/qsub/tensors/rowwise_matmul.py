@@ -21,6 +21,8 @@ aten = torch.ops.aten
 
 def _product(x: Tensor, weight: Int8RowwiseTensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight (+ bias)` for (M, K) and (K, N)."""
+    if weight.scale_dim is None or weight.dim() != 2:
+        weight = weight.like(weight.int_data, weight.scale.expand(weight.shape[0]), scale_dim=-2)
     if isinstance(x, Int8RowwiseTensor):
         raise NotImplementedError("the product of two Int8RowwiseTensors: call .dequantize() on one of them")
     if x.shape[1] != weight.shape[0]:
@@ -40,6 +42,22 @@ def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     if isinstance(b, Int8RowwiseTensor):
         return _product(a, b)
     return _product(b.t(), a.t()).t()  # type: ignore[arg-type]
+
+
+@OPS.implements(aten.mv.default)
+def _mv(func: Any, a: Tensor, vector: Tensor) -> Tensor:
+    """`w.mv(x)`."""
+    return _mm(aten.mm.default, a, vector.unsqueeze(1)).squeeze(1)
+
+
+@OPS.implements(aten.bmm.default)
+def _bmm(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    """bmm and einsum with one weight for the whole batch, as expand makes it."""
+    if isinstance(a, Int8RowwiseTensor):
+        return _bmm(func, b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
+    if not isinstance(b, Int8RowwiseTensor) or (b.shape[0] != 1 and b.int_data.stride(0) != 0):
+        raise NotImplementedError("bmm takes one Int8RowwiseTensor, expanded over the batch: call .dequantize() first")
+    return _product(a.reshape(-1, a.shape[2]), b[0]).view(a.shape[0], a.shape[1], b.shape[2])  # type: ignore[arg-type]
 
 
 @OPS.implements(aten.addmm.default)
