@@ -222,6 +222,7 @@ class Adam8bit(torch.optim.Optimizer):
     def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
         """One parameter with backend "eager" or "compile"."""
         state = self._init_state(group, param)
+        states.check_form(param, group, state)
         found_inf = getattr(self, "found_inf", None)
         count = state["step"]
         count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
@@ -230,7 +231,7 @@ class Adam8bit(torch.optim.Optimizer):
         step = count.to(param.device)
         hyper = self._refresh_hyper(index, group, param.device)
         moments = [state[key] for key in states.moment_keys(group)]
-        block_size = moments[0].block_size if isinstance(moments[0], Blockwise8bitTensor) else 1
+        block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
         shape = param.shape
         int8_weight = isinstance(param, Int8RowwiseTensor)
         value = param.dequantize(torch.float32) if int8_weight else param.detach()
