@@ -267,14 +267,22 @@ def test_random_bits_do_not_repeat_within_a_large_parameter():
         assert (codes[:-period] != codes[period:]).float().mean() > 0.1, period
 
 
-def test_options_of_the_state_changed_mid_run_hold_for_new_state():
-    old, new = nn.Parameter(torch.ones(80, 64)), nn.Parameter(torch.ones(80, 64))
-    opt = AdamW8bit([old, new], backend="eager")
-    steps(opt, [old])
-    opt.param_groups[0].update(block_size=32)
-    steps(opt, [old, new])
-    assert [opt.state[p]["exp_avg"].block_size for p in (old, new)] == [64, 32]
-    assert old.isfinite().all() and opt.state[old]["step"] == 6
+def test_a_state_that_no_longer_fits_is_refused():
+    """Whatever changed its parameter or its options: before anything is touched."""
+    param = nn.Parameter(torch.ones(80, 64))
+    opt = AdamW8bit([param], backend="eager")
+    steps(opt, [param])
+    before = param.detach().clone()
+    opt.param_groups[0]["block_size"] = 32
+    with pytest.raises(ValueError, match="has blocks of 64, its group asks for block_size=32"):
+        opt.step()
+    assert torch.equal(param, before) and opt.state[param]["step"] == 3
+    opt.load_state_dict(opt.state_dict())  # the remedy that the error names
+    opt.step()
+    assert opt.state[param]["exp_avg"].block_size == 32 and opt.state[param]["step"] == 4
+    param.data, param.grad = torch.ones(90, 64), torch.ones(90, 64)
+    with pytest.raises(ValueError, match="Make a new optimizer"):
+        opt.step()
 
 
 def test_default_dtype_does_not_matter():
