@@ -51,6 +51,7 @@ ACTIVE = tl.constexpr(3)
 N_SCALARS = tl.constexpr(4)
 
 _LR = tl.constexpr(definition.LR)
+_BETA1 = tl.constexpr(definition.BETA1)
 _BETA2 = tl.constexpr(definition.BETA2)
 _ONE_MINUS_BETA1 = tl.constexpr(definition.ONE_MINUS_BETA1)
 _ONE_MINUS_BETA2 = tl.constexpr(definition.ONE_MINUS_BETA2)
@@ -106,7 +107,7 @@ def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalar, hyper, DECOUPLED: t
         param = param * (1.0 - tl.load(hyper + _LR) * decay)
     else:
         grad = grad + decay * param
-    exp_avg = exp_avg + tl.load(hyper + _ONE_MINUS_BETA1) * (grad - exp_avg)
+    exp_avg = tl.load(hyper + _BETA1) * exp_avg + tl.load(hyper + _ONE_MINUS_BETA1) * grad
     exp_avg_sq = tl.load(hyper + _BETA2) * exp_avg_sq + tl.load(hyper + _ONE_MINUS_BETA2) * (grad * grad)
     second = exp_avg_sq
     if AMSGRAD:

@@ -14,7 +14,7 @@ _SIGNED_DOWN = tl.constexpr(2.0**-120)
 _SIGNED_UP = tl.constexpr(2.0**120)
 _UNSIGNED_DOWN = tl.constexpr(2.0**-112)
 _UNSIGNED_UP = tl.constexpr(2.0**112)
-_BF16_MAX = tl.constexpr(float.fromhex("0x1.fep127"))
+_SCALE_MAX = tl.constexpr(2.0**126)
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 _MULTIPLIER_2 = tl.constexpr(0x846CA68B - (1 << 32))
@@ -23,7 +23,7 @@ _MULTIPLIER_2 = tl.constexpr(0x846CA68B - (1 << 32))
 @triton.jit
 def block_scale(absmax):
     """Scale of each block in fp32 from its largest magnitude: rounded up to bf16, at least 2**-126 unless 0."""
-    bits = (tl.minimum(absmax, _BF16_MAX).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
+    bits = (tl.minimum(absmax, _SCALE_MAX).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
     return tl.where(absmax > 0, tl.maximum(bits.to(tl.float32, bitcast=True), _SMALLEST_NORMAL), 0.0)
 
 
