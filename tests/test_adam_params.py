@@ -148,8 +148,8 @@ def test_min_8bit_size_state_bits_and_block_size_go_by_group():
     steps(opt, params)
     kinds = [type(opt.state[p]["exp_avg"]).__name__ for p in params]
     assert kinds == ["Tensor", "Blockwise8bitTensor", "Tensor", "Blockwise8bitTensor"]
-    assert opt.state[params[1]]["exp_avg"].scale.shape == (10, 2)  # 100 = 64 + 36: blocks stay within a row
-    assert opt.state[params[3]]["exp_avg"].scale.shape == (10, 7)
+    assert opt.state[params[1]]["exp_avg"].scale.shape == (10, 2, 2)  # 100 = 64 + 36: blocks stay within a row
+    assert opt.state[params[3]]["exp_avg"].scale.shape == (10, 7, 2)
 
 
 def test_state_is_a_quarter_and_a_bit():

@@ -159,7 +159,7 @@ def test_blockwise_tensor_repr_and_refusals():
     with pytest.raises(ValueError) as bad:
         Blockwise8bitTensor(x.codes, x.scale[:, :1], 64, "float8_signed")
     assert_expected_inline(
-        str(bad.value), """scale of codes (3, 70) in blocks of 64 must have shape (3, 2), got (3, 1)"""
+        str(bad.value), """scale of codes (3, 70) in blocks of 64 must have shape (3, 2, 2), got (3, 1, 2)"""
     )
     for value, code in ((torch.tensor([1.0, float("nan")]), "float8_signed"), (-torch.ones(2), "float8_unsigned")):
         with pytest.raises(ValueError):

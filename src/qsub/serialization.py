@@ -28,7 +28,7 @@ _HEADER = "qsub"
 _CLASSES = {"Int8RowwiseTensor": Int8RowwiseTensor, "Blockwise8bitTensor": Blockwise8bitTensor}
 _INNER = {"Int8RowwiseTensor": ("int_data", "scale"), "Blockwise8bitTensor": ("codes", "scale")}
 _INNER_DTYPES = {"int_data": "I8", "codes": "U8"}
-_SCALE_DTYPES = {"Int8RowwiseTensor": "F16", "Blockwise8bitTensor": "BF16"}
+_SCALE_DTYPES = {"Int8RowwiseTensor": "F16", "Blockwise8bitTensor": "U8"}
 _FLOAT_DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
@@ -164,7 +164,7 @@ def _check(file: Any, names: set[str], name: str, fields: dict[str, Any], path: 
 
 
 def _meta_dtypes(kind: str) -> tuple[torch.dtype, torch.dtype]:
-    return (torch.int8, torch.float16) if kind == "Int8RowwiseTensor" else (torch.uint8, torch.bfloat16)
+    return (torch.int8, torch.float16) if kind == "Int8RowwiseTensor" else (torch.uint8, torch.uint8)
 
 
 def _build(kind: str, inner: list[Tensor], fields: dict[str, Any]) -> Tensor:

@@ -64,10 +64,10 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
 
 
 @functools.cache
-def _variant(kind: str, flags: tuple[bool, bool], dtypes: tuple[Any, ...]) -> Callable[..., None]:
+def _variant(kind: str, variant: tuple[Any, ...]) -> Callable[..., None]:
     """A compiled copy of the step. Each variant has a code object of its own, and so its own recompile limit."""
     function = {"8bit": definition.step_8bit, "float32": definition.step_float32}[kind]
-    code = function.__code__.replace(co_name=f"{function.__name__}_{len(flags)}_{hash((flags, dtypes)) & 0xFFFF:x}")
+    code = function.__code__.replace(co_name=f"{function.__name__}_{hash(variant) & 0xFFFFFFFF:x}")
     copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     return torch.compile(copy, fullgraph=True)
 
@@ -101,25 +101,18 @@ def run_step(
         decoupled: AdamW rather than Adam.
         stochastic_round: round a bf16 parameter stochastically.
     """
-    param, grad = tensors[:2]
+    param = tensors[0]
     kind = "8bit" if isinstance(tensors[2], tuple) else "float32"
     function: Callable[..., None] = definition.step_8bit if kind == "8bit" else definition.step_float32
-    # For the CPU inductor warns of fp16 beside the bf16 scales: it gets fp32 copies of a chunk.
-    widen = backend == "compile" and param.device.type == "cpu" and param.dtype == torch.float16
     if backend == "compile":
-        dtypes = (torch.float32, torch.float32) if widen else (param.dtype, grad.dtype)
-        function = _variant(kind, (decoupled, stochastic_round), (*dtypes, tensors[4] is None, param.device))
+        dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
+        function = _variant(kind, (decoupled, stochastic_round, *dtypes))
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):
         chunk = tuple(_slice(x, slice(start, start + size)) for x in tensors)
-        target = chunk[0]
-        if widen:
-            chunk = (target.float(), chunk[1].float(), *chunk[2:])
         if backend == "compile" and chunk[0].shape[0] > 1:
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
-        offset = torch.tensor(first_block + start, device=param.device)
+        offset = torch.full((), first_block + start, dtype=torch.int64, device=param.device)
         function(*chunk, *scalars, offset, decoupled, stochastic_round)
-        if widen:
-            target.copy_(chunk[0])
