@@ -1,43 +1,53 @@
 """What the tests of the codes and of the optimizers measure against: bounds, rival codes, a plain Adam.
 
-The layout of the 8-bit floats stands here once; every bound in the tests is derived from it.
+The steps of the block codes stand here once; every bound in the tests is derived from them.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
+# ---- Steps of the codes of optimizer state, from the definition in qsub.tensors.state_codes, in fp64 ----
 
-@dataclass(frozen=True)
-class FloatLayout:
-    """An 8-bit float under a block scale: its top code is worth the scale."""
-
-    exponent_bits: int
-    mantissa_bits: int
-
-    @property
-    def top(self) -> float:
-        """Largest mantissa: the top code before scaling, when the exponent runs up to 0."""
-        return 2.0 - 2.0**-self.mantissa_bits
-
-    @property
-    def smallest_normal(self) -> float:
-        """Before scaling; codes below it are equally spaced."""
-        return 2.0 ** (2 - 2**self.exponent_bits)
-
-    def step(self, value, scale):
-        """Distance between the codes next to each fp64 value, for scales that broadcast against it."""
-        unit = scale / self.top
-        magnitude = (value.abs() / torch.where(unit > 0, unit, 1.0)).clamp_min(self.smallest_normal)
-        # frexp is exact where log2 rounds: magnitude is in [2**(e-1), 2**e)
-        return unit * torch.ldexp(torch.ones_like(magnitude), torch.frexp(magnitude).exponent - 1 - self.mantissa_bits)
+SIGNED_CODES, UNSIGNED_CODES = 127, 254  # codes above the one that a block's range starts from
+SIGNED_OCTAVES, UNSIGNED_OCTAVES = 20, 40  # widest range of a block
+DECODE_ERROR = 2.0**-16  # relative: a code's step is a whole number of fp32 bit patterns, 127 halves of one in all
 
 
-SIGNED = FloatLayout(exponent_bits=3, mantissa_bits=4)  # exp_avg, beside a sign bit
-UNSIGNED = FloatLayout(exponent_bits=4, mantissa_bits=4)  # exp_avg_sq
-LAYOUT = {"float8_signed": SIGNED, "float8_unsigned": UNSIGNED}
-SCALE_STEP = 2.0**-7  # relative step of a bf16 scale, which is rounded up
+def exponent(value):
+    """The whole part of log2, exactly."""
+    return torch.frexp(value).exponent - 1
+
+
+def power(exponents):
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+
+
+def second_moment_step(second):
+    """Distance between the codes next to each element of fp64 blocks (n, block_size), and the smallest code, (n, 1)."""
+    smallest = torch.where(second > 0, second, torch.inf).amin(1, keepdim=True)
+    high = exponent(second.amax(1, keepdim=True))
+    low = torch.maximum(exponent(smallest), high - UNSIGNED_OCTAVES)
+    per_octave = UNSIGNED_CODES // (high - low + 1)
+    return power(torch.maximum(exponent(second), low)) / per_octave, power(low)
+
+
+def first_moment_step(first, second):
+    """Distance between the codes next to each element of fp64 blocks of exp_avg, given exp_avg_sq."""
+    magnitude = first.abs()
+    largest = magnitude.amax(1, keepdim=True)
+    low = exponent(torch.where(second > 0, second, torch.inf).amin(1, keepdim=True))
+    top = exponent(largest)
+    knee = torch.maximum(torch.minimum(torch.div(low, 2, rounding_mode="floor") - 1, top + 1), top - SIGNED_OCTAVES)
+    offset = power(knee)
+
+    def patterns(value):  # fp32 bit patterns above `offset`, in octaves
+        above = exponent(value)
+        return above - knee + value / power(above) - 1
+
+    quarters = torch.floor(4 * patterns(largest + offset)) + 1
+    per_octave = torch.floor(4 * SIGNED_CODES / quarters + 1e-9).clamp(max=255)
+    return power(exponent(magnitude + offset)) / per_octave
 
 
 class TableCode:
