@@ -1,11 +1,12 @@
-"""What the tests of the codes and of the optimizers measure against: bounds, rival codes, a plain Adam.
+"""What the tests of the codes and of the optimizers measure against: bounds, rival codes and a plain Adam.
 
-The steps of the block codes stand here once; every bound in the tests is derived from them.
+Nothing here imports qsub.
 """
 
 import math
 
 import torch
+from hypothesis import strategies as st
 
 # ---- Steps of the codes of optimizer state, from the definition in qsub.tensors.state_codes, in fp64 ----
 
@@ -126,3 +127,19 @@ def sqnr(reference, value):
     """Signal to quantization noise in dB."""
     reference = reference.double()
     return 20 * math.log10(float(reference.norm() / (reference - value.double()).norm().clamp_min(1e-300)))
+
+
+@st.composite
+def rows(draw, low, high, size=33):
+    """(1, size) fp32 whose largest magnitude is between 2**low and 2**high: heavy tails, ties and zeros too."""
+    peak = 2.0 ** draw(st.floats(low, high))
+    seed = draw(st.integers(0, 2**31))
+    sigma = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    picked = draw(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=size - 1))
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(size, generator=generator) * torch.exp(sigma * torch.randn(size, generator=generator))
+    row = noise / noise.abs().max()
+    row[: len(picked)] = torch.tensor(picked)
+    row[row.abs() < 2.0**-60] = 0
+    row[-1] = draw(st.sampled_from([-1.0, 1.0]))
+    return (row.double() * peak).float().clamp(-(2.0**high), 2.0**high).unsqueeze(0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from reference import rows
 
 from qsub import Int8RowwiseTensor
 from qsub.tensors import codes
@@ -13,22 +14,6 @@ from qsub.tensors import codes
 CHECK = settings(deadline=None, derandomize=True, max_examples=150)
 LOG2_LOW, LOG2_HIGH = math.log2(3e-6), math.log2(65504)  # magnitudes of rows that the row code takes
 FP32_EPS = 2.0**-23  # the codes are formed in fp32: a tie may fall on either side by one fp32 rounding or two
-
-
-@st.composite
-def rows(draw, low=LOG2_LOW, high=LOG2_HIGH, size=33):
-    """(1, size) fp32 whose largest magnitude is between 2**low and 2**high: heavy tails, ties and zeros too."""
-    peak = 2.0 ** draw(st.floats(low, high))
-    seed = draw(st.integers(0, 2**31))
-    sigma = draw(st.sampled_from([0.0, 1.0, 4.0]))
-    picked = draw(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=size - 1))
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(size, generator=generator) * torch.exp(sigma * torch.randn(size, generator=generator))
-    row = noise / noise.abs().max()
-    row[: len(picked)] = torch.tensor(picked)
-    row[row.abs() < 2.0**-60] = 0
-    row[-1] = draw(st.sampled_from([-1.0, 1.0]))
-    return (row.double() * peak).float().clamp(-(2.0**high), 2.0**high).unsqueeze(0)
 
 
 def row_excess(weight, int_data, scale):
@@ -44,7 +29,7 @@ def row_excess(weight, int_data, scale):
 
 
 @CHECK
-@given(rows())
+@given(rows(LOG2_LOW, LOG2_HIGH))
 @example(torch.tensor([[3e-6, 1e-6, -1.5e-6]]))
 @example(torch.tensor([[65504.0, -65504.0, 257.0]]))
 @example(torch.tensor([[6.1e-5, 0.0, 2.4e-7]]))  # where fp16 becomes subnormal
@@ -56,7 +41,7 @@ def test_row_code_errs_by_half_a_step_at_any_magnitude(weight):
 
 
 @CHECK
-@given(rows())
+@given(rows(LOG2_LOW, LOG2_HIGH))
 def test_row_code_is_idempotent_odd_and_free_of_powers_of_two(weight):
     w = Int8RowwiseTensor.from_float(weight)
     again = Int8RowwiseTensor.from_float(w.dequantize())
@@ -90,7 +75,7 @@ def test_row_bound_rejects_int4_and_a_wrong_scale(magnitude):
 
 
 @CHECK
-@given(rows(high=10.0), st.integers(0, 2**31))
+@given(rows(LOG2_LOW, 10.0), st.integers(0, 2**31))
 def test_row_code_rounds_stochastically_without_bias(weight, seed):
     """Evenly spaced noise stands for the uniform one, so the mean is exact to one spacing."""
     n = 512
