@@ -11,8 +11,8 @@ from qsub.optim.compiled import resolve_backend, run_step
 from qsub.optim.hyper import HyperTensor
 from qsub.optim.options import check_keys, check_options, check_param
 from qsub.optim.step import SKIP
+from qsub.tensors import codes
 from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
-from qsub.tensors.codes import FP16_MAX
 from qsub.tensors.rowwise import Int8RowwiseTensor
 from qsub.tensors.state_codes import random_bits
 
@@ -25,7 +25,7 @@ def _storable(value: Tensor, weight: Int8RowwiseTensor) -> Tensor:
     An element that is NaN keeps its old value; magnitudes over 65504 become that.
     """
     value = torch.where(value.isnan(), weight.dequantize(torch.float32), value)
-    return value.clamp(-FP16_MAX, FP16_MAX)
+    return value.clamp(-codes.FP16_MAX, codes.FP16_MAX)
 
 
 class Adam8bit(torch.optim.Optimizer):
