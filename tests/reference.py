@@ -3,8 +3,6 @@
 Nothing here imports qsub.
 """
 
-import math
-
 import torch
 from hypothesis import strategies as st
 
@@ -121,12 +119,6 @@ def heavy_tailed(sigma, size=16384, steps=300, seed=0):
     spread = torch.exp(sigma * torch.randn(size, generator=generator))
     for _ in range(steps):
         yield spread * (0.3 + torch.randn(size, generator=generator))
-
-
-def sqnr(reference, value):
-    """Signal to quantization noise in dB."""
-    reference = reference.double()
-    return 20 * math.log10(float(reference.norm() / (reference - value.double()).norm().clamp_min(1e-300)))
 
 
 @st.composite
