@@ -43,14 +43,23 @@ FIRST_BLOCK = tl.constexpr(9)  # blocks (elements where the state is fp32) of th
 KIND = tl.constexpr(10)
 N_COLUMNS = tl.constexpr(12)
 
-# Columns of the scalars of a parameter, int32
-STEP_SIZE = tl.constexpr(0)  # lr / (1 - beta1**step), bits of fp32
-ROOT_CORRECTION = tl.constexpr(1)  # (1 - beta2**step)**-0.5, bits of fp32
-SALT = tl.constexpr(2)
-ACTIVE = tl.constexpr(3)
-N_SCALARS = tl.constexpr(4)
+# Columns of the scalars of a parameter, int32. All but the last two are the bits of an fp32. The kernel works on
+# M = exp_avg / UNIT1 and V = exp_avg_sq / UNIT2, where UNIT1 = (1 - beta1) * f, UNIT2 = (1 - beta2) * f**2 and f is
+# the factor of the gradient: then the new M is KEEP1 * exp_avg + grad, and the new V is KEEP2 * exp_avg_sq + grad**2.
+STEP_SIZE = tl.constexpr(0)  # lr / (1 - beta1**step) * UNIT1
+ROOT_FACTOR = tl.constexpr(1)  # (UNIT2 / (1 - beta2**step))**0.5
+KEEP1 = tl.constexpr(2)  # beta1 / UNIT1
+KEEP2 = tl.constexpr(3)  # beta2 / UNIT2
+UNIT1 = tl.constexpr(4)
+UNIT2 = tl.constexpr(5)
+EPS = tl.constexpr(6)
+DECAY = tl.constexpr(7)  # 1 - lr * weight_decay (AdamW), or weight_decay / f (Adam)
+SALT = tl.constexpr(8)
+ACTIVE = tl.constexpr(9)
+N_SCALARS = tl.constexpr(12)
 
 _LR = tl.constexpr(definition.LR)
+_BETA1 = tl.constexpr(definition.BETA1)
 _BETA2 = tl.constexpr(definition.BETA2)
 _ONE_MINUS_BETA1 = tl.constexpr(definition.ONE_MINUS_BETA1)
 _ONE_MINUS_BETA2 = tl.constexpr(definition.ONE_MINUS_BETA2)
@@ -64,7 +73,7 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def prepare_kernel(addresses, steps, scalars, hyper, seed, count, LANES: tl.constexpr):
+def prepare_kernel(addresses, steps, scalars, hyper, seed, count, LANES: tl.constexpr, DECOUPLED: tl.constexpr):
     """Count the step of each parameter that has a gradient, unless the step is skipped, and form its scalars.
 
     Args:
@@ -75,6 +84,7 @@ def prepare_kernel(addresses, steps, scalars, hyper, seed, count, LANES: tl.cons
         seed: 0-dim int32.
         count: number of parameters.
         LANES: parameters per program.
+        DECOUPLED: AdamW rather than Adam.
     """
     index = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = index < count
@@ -86,34 +96,82 @@ def prepare_kernel(addresses, steps, scalars, hyper, seed, count, LANES: tl.cons
     taken = tl.maximum(step, 1.0)
     correction1 = 1.0 - tl.exp((taken * tl.load(hyper + _LOG_BETA1)).to(tl.float64))
     correction2 = 1.0 - tl.exp((taken * tl.load(hyper + _LOG_BETA2)).to(tl.float64))
-    step_size = tl.load(hyper + _LR) / correction1
+    lr = tl.load(hyper + _LR)
+    factor = tl.load(hyper + _GRAD_FACTOR)
+    decay = tl.load(hyper + _WEIGHT_DECAY)
+    decay = 1.0 - lr * decay if DECOUPLED else decay / factor
+    unit1 = tl.load(hyper + _ONE_MINUS_BETA1) * factor
+    unit2 = tl.load(hyper + _ONE_MINUS_BETA2) * factor * factor
     row = scalars + index * N_SCALARS
-    tl.store(row + STEP_SIZE, step_size.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
-    root = 1.0 / tl.sqrt(correction2)
-    tl.store(row + ROOT_CORRECTION, root.to(tl.float32).to(tl.int32, bitcast=True), mask=inside)
+    _store_scalar(row + STEP_SIZE, (lr / correction1 * unit1).to(tl.float32), inside)
+    _store_scalar(row + ROOT_FACTOR, tl.sqrt(unit2 / correction2).to(tl.float32), inside)
+    _store_scalar(row + KEEP1, tl.load(hyper + _BETA1) / unit1, inside)
+    _store_scalar(row + KEEP2, tl.load(hyper + _BETA2) / unit2, inside)
+    _store_scalar(row + UNIT1, unit1, inside)
+    _store_scalar(row + UNIT2, unit2, inside)
+    _store_scalar(row + EPS, tl.load(hyper + _EPS), inside)
+    _store_scalar(row + DECAY, decay, inside)
     tl.store(row + SALT, mix(tl.load(seed) ^ mix(step.to(tl.int32))), mask=inside)
     tl.store(row + ACTIVE, active.to(tl.int32), mask=inside)
 
 
 @triton.jit
-def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalar, hyper, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
-    """`qsub.optim.step.adam_step`: new param, exp_avg, exp_avg_sq and the largest second moment (amsgrad)."""
-    step_size = tl.load(scalar + STEP_SIZE).to(tl.float32, bitcast=True)
-    root_correction = tl.load(scalar + ROOT_CORRECTION).to(tl.float32, bitcast=True)
-    decay = tl.load(hyper + _WEIGHT_DECAY)
-    grad = grad * tl.load(hyper + _GRAD_FACTOR)
+def _store_scalar(address, value, mask):
+    tl.store(address, value.to(tl.int32, bitcast=True), mask=mask)
+
+
+@triton.jit
+def _load_scalar(address):
+    return tl.load(address).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_scalars(row):
+    """The fp32 scalars of a parameter, loaded before its data to wait for both at once."""
+    return (
+        _load_scalar(row + STEP_SIZE),
+        _load_scalar(row + ROOT_FACTOR),
+        _load_scalar(row + KEEP1),
+        _load_scalar(row + KEEP2),
+        _load_scalar(row + UNIT1),
+        _load_scalar(row + UNIT2),
+        _load_scalar(row + EPS),
+        _load_scalar(row + DECAY),
+    )
+
+
+@triton.jit
+def _adam(param, grad, kept, kept_sq, largest, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
+    """`qsub.optim.step.adam_step`, with fewer instructions: last bits may differ.
+
+    Args:
+        param: fp32, as all that follow.
+        grad: gradient.
+        kept: KEEP1 * exp_avg.
+        kept_sq: KEEP2 * exp_avg_sq.
+        largest: max_exp_avg_sq / UNIT2 (amsgrad).
+        scalars: from `_load_scalars`.
+        DECOUPLED: AdamW rather than Adam.
+        AMSGRAD: see `adam_kernel`.
+
+    Returns:
+        New param, exp_avg / UNIT1, exp_avg_sq / UNIT2 and max_exp_avg_sq / UNIT2.
+    """
+    step_size, root_factor, _, _, _, _, eps, decay = scalars
     if DECOUPLED:
-        param = param * (1.0 - tl.load(hyper + _LR) * decay)
+        param = param * decay
     else:
         grad = grad + decay * param
-    exp_avg = exp_avg + tl.load(hyper + _ONE_MINUS_BETA1) * (grad - exp_avg)
-    exp_avg_sq = tl.load(hyper + _BETA2) * exp_avg_sq + tl.load(hyper + _ONE_MINUS_BETA2) * (grad * grad)
+    exp_avg = kept + grad
+    exp_avg_sq = kept_sq + grad * grad
     second = exp_avg_sq
     if AMSGRAD:
         # a comparison, not max: NaN spreads as in torch.maximum
-        largest = tl.where((exp_avg_sq <= largest), largest, exp_avg_sq)
+        largest = tl.where(exp_avg_sq <= largest, largest, exp_avg_sq)
         second = largest
-    param = param - step_size * (exp_avg / (tl.sqrt(second) * root_correction + tl.load(hyper + _EPS)))
+    # 1 / x as rsqrt(x)**2: two instructions, where a division takes ten
+    root = tl.rsqrt(tl.sqrt(second) * root_factor + eps)
+    param = param - step_size * (exp_avg * root * root)
     return param, exp_avg, exp_avg_sq, largest
 
 
@@ -140,8 +198,8 @@ def _step_8bit(
     addresses,
     row,
     chunk,
-    scalar,
-    hyper,
+    scalars,
+    salt,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -200,32 +258,36 @@ def _step_8bit(
             largest_ptr += start * BLOCK_SIZE
         largest_codes = tl.load(largest_ptr + inner, mask=mask, other=0).to(tl.int32)
         largest_scale = tl.load(largest_scale_ptr + start + number, mask=exists, other=0.0).to(tl.float32)
-        largest = decode_unsigned(largest_codes, largest_scale)
+        largest = decode_unsigned(largest_codes, largest_scale / scalars[5])
 
-    exp_avg = decode_signed(first_codes, first_scale)
-    exp_avg_sq = decode_unsigned(second_codes, second_scale)
-    param, exp_avg, exp_avg_sq, largest = _adam(
-        param, grad, exp_avg, exp_avg_sq, largest, scalar, hyper, DECOUPLED, AMSGRAD
-    )
+    kept = decode_signed(first_codes, first_scale * scalars[2])
+    kept_sq = decode_unsigned(second_codes, second_scale * scalars[3])
+    param, exp_avg, exp_avg_sq, largest = _adam(param, grad, kept, kept_sq, largest, scalars, DECOUPLED, AMSGRAD)
 
     place = ((tl.load(row + FIRST_BLOCK) + start) + number) * BLOCK_SIZE
-    bits = random_bits(tl.load(scalar + SALT), place[:, None], lane)
+    bits = random_bits(salt, place[:, None], lane)
     noise = mix(bits) if STOCHASTIC and PARAM == tl.bfloat16 else bits
     _store_param(param_ptr + inner, param, noise, mask, PARAM, STOCHASTIC)
 
-    finite = exp_avg_sq < _INF  # false for NaN too; such an element restarts from zero state
-    exp_avg = tl.where(finite, exp_avg, 0.0)
-    exp_avg_sq = tl.where(finite, exp_avg_sq, 0.0)
-    scale = block_scale(tl.max(tl.abs(exp_avg), axis=1))
-    tl.store(first_ptr + inner, encode_signed(exp_avg, scale), mask=mask)
+    # An element whose v is not finite restarts from zero state. As unsigned integers, Inf and NaN of either sign
+    # are above all finite values; one look at the maximum spares the usual case a test of each element.
+    top = tl.max(exp_avg_sq.to(tl.uint32, bitcast=True), axis=1)
+    if tl.max(top, axis=0) >= 0x7F800000:
+        finite = exp_avg_sq < _INF
+        exp_avg = tl.where(finite, exp_avg, 0.0)
+        exp_avg_sq = tl.where(finite, exp_avg_sq, 0.0)
+        if AMSGRAD:
+            largest = tl.where(finite, largest, 0.0)
+        top = tl.max(exp_avg_sq.to(tl.uint32, bitcast=True), axis=1)
+    scale = block_scale(tl.max(tl.abs(exp_avg), axis=1) * tl.abs(scalars[4]))
+    tl.store(first_ptr + inner, encode_signed(exp_avg, scale, scalars[4]), mask=mask)
     tl.store(first_scale_ptr + start + number, scale.to(tl.bfloat16), mask=exists)
-    scale = block_scale(tl.max(exp_avg_sq, axis=1))
-    tl.store(second_ptr + inner, encode_unsigned(exp_avg_sq, scale, bits & 0x7FFFF), mask=mask)
+    scale = block_scale(top.to(tl.float32, bitcast=True) * scalars[5])
+    tl.store(second_ptr + inner, encode_unsigned(exp_avg_sq, scale, scalars[5], bits & 0x7FFFF), mask=mask)
     tl.store(second_scale_ptr + start + number, scale.to(tl.bfloat16), mask=exists)
     if AMSGRAD:
-        largest = tl.where(finite, largest, 0.0)
-        scale = block_scale(tl.max(largest, axis=1))
-        tl.store(largest_ptr + inner, encode_unsigned_nearest(largest, scale), mask=mask)
+        scale = block_scale(tl.max(largest, axis=1) * scalars[5])
+        tl.store(largest_ptr + inner, encode_unsigned_nearest(largest, scale, scalars[5]), mask=mask)
         tl.store(largest_scale_ptr + start + number, scale.to(tl.bfloat16), mask=exists)
 
 
@@ -234,48 +296,53 @@ def _step_float32(
     addresses,
     row,
     chunk,
-    scalar,
-    hyper,
+    scalars,
+    salt,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     LAYOUT: tl.constexpr,
-    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
     DECOUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """`qsub.optim.step.step_float32` on TILE elements."""
+    """`qsub.optim.step.step_float32` on PARTS * PART elements."""
     ALIGNED: tl.constexpr = LAYOUT == FLOAT
-    start = chunk.to(tl.int64) * TILE
-    inner = tl.arange(0, TILE)
-    left = tl.minimum(tl.load(row + LENGTH) - start, TILE).to(tl.int32)
-    if ALIGNED:
-        left = tl.multiple_of(left, 16)
-    mask = inner < left
-    param_ptr = _pointer(addresses, PARAM, ALIGNED) + start
-    grad_ptr = _pointer(addresses + 1, GRAD, ALIGNED) + start
-    first_ptr = _pointer(row + MOMENT, tl.float32, ALIGNED) + start
-    second_ptr = _pointer(row + (MOMENT + 1), tl.float32, ALIGNED) + start
-    largest_ptr = second_ptr
-    param = tl.load(param_ptr + inner, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + inner, mask=mask, other=0.0).to(tl.float32)
-    exp_avg = tl.load(first_ptr + inner, mask=mask, other=0.0)
-    exp_avg_sq = tl.load(second_ptr + inner, mask=mask, other=0.0)
-    largest = exp_avg_sq
-    if AMSGRAD:
-        largest_ptr = _pointer(row + (MOMENT + 2), tl.float32, ALIGNED) + start
-        largest = tl.load(largest_ptr + inner, mask=mask, other=0.0)
-    param, exp_avg, exp_avg_sq, largest = _adam(
-        param, grad, exp_avg, exp_avg_sq, largest, scalar, hyper, DECOUPLED, AMSGRAD
-    )
-    noise = inner
-    if STOCHASTIC and PARAM == tl.bfloat16:
-        noise = random_bits(tl.load(scalar + SALT), tl.load(row + FIRST_BLOCK) + start + inner, 0)
-    _store_param(param_ptr + inner, param, noise, mask, PARAM, STOCHASTIC)
-    tl.store(first_ptr + inner, exp_avg, mask=mask)
-    tl.store(second_ptr + inner, exp_avg_sq, mask=mask)
-    if AMSGRAD:
-        tl.store(largest_ptr + inner, largest, mask=mask)
+    length = tl.load(row + LENGTH)
+    for part in range(PARTS):  # few elements at a time, to take no more registers than the 8-bit step
+        start = (chunk.to(tl.int64) * PARTS + part) * PART
+        inner = tl.arange(0, PART)
+        left = tl.minimum(length - start, PART).to(tl.int32)
+        if ALIGNED:
+            left = tl.multiple_of(left, 16)
+        mask = inner < left
+        param_ptr = _pointer(addresses, PARAM, ALIGNED) + start
+        grad_ptr = _pointer(addresses + 1, GRAD, ALIGNED) + start
+        first_ptr = _pointer(row + MOMENT, tl.float32, ALIGNED) + start
+        second_ptr = _pointer(row + (MOMENT + 1), tl.float32, ALIGNED) + start
+        largest_ptr = second_ptr
+        param = tl.load(param_ptr + inner, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + inner, mask=mask, other=0.0).to(tl.float32)
+        exp_avg = tl.load(first_ptr + inner, mask=mask, other=0.0) * scalars[2]
+        exp_avg_sq = tl.load(second_ptr + inner, mask=mask, other=0.0) * scalars[3]
+        largest = exp_avg_sq
+        if AMSGRAD:
+            largest_ptr = _pointer(row + (MOMENT + 2), tl.float32, ALIGNED) + start
+            old_largest = tl.load(largest_ptr + inner, mask=mask, other=0.0)
+            largest = old_largest / scalars[5]
+        param, exp_avg, exp_avg_sq, largest = _adam(
+            param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD
+        )
+        noise = inner
+        if STOCHASTIC and PARAM == tl.bfloat16:
+            noise = random_bits(salt, tl.load(row + FIRST_BLOCK) + start + inner, 0)
+        _store_param(param_ptr + inner, param, noise, mask, PARAM, STOCHASTIC)
+        tl.store(first_ptr + inner, exp_avg * scalars[4], mask=mask)
+        tl.store(second_ptr + inner, exp_avg_sq * scalars[5], mask=mask)
+        if AMSGRAD:
+            largest = tl.where(largest > exp_avg_sq, old_largest, exp_avg_sq * scalars[5])
+            tl.store(largest_ptr + inner, largest, mask=mask)
 
 
 @triton.jit
@@ -283,8 +350,8 @@ def _step_kind(
     addresses,
     row,
     chunk,
-    scalar,
-    hyper,
+    scalars,
+    salt,
     KIND_NUMBER: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -299,11 +366,13 @@ def _step_kind(
     PARAM: tl.constexpr = tl.float32 if P == 0 else (tl.bfloat16 if P == 1 else tl.float16)
     GRAD: tl.constexpr = tl.float32 if G == 0 else (tl.bfloat16 if G == 1 else tl.float16)
     if LAYOUT >= FLOAT:
-        TILE: tl.constexpr = BLOCKS * BLOCK_SIZE
-        _step_float32(addresses, row, chunk, scalar, hyper, PARAM, GRAD, LAYOUT, TILE, DECOUPLED, AMSGRAD, STOCHASTIC)
+        PART: tl.constexpr = BLOCKS * BLOCK_SIZE // 4
+        _step_float32(
+            addresses, row, chunk, scalars, salt, PARAM, GRAD, LAYOUT, 4, PART, DECOUPLED, AMSGRAD, STOCHASTIC
+        )
     else:
         _step_8bit(
-            addresses, row, chunk, scalar, hyper, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD,
+            addresses, row, chunk, scalars, salt, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD,
             STOCHASTIC,
         )  # fmt: skip
 
@@ -314,7 +383,6 @@ def adam_kernel(
     table,
     addresses,
     scalars,
-    hyper,
     KINDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -330,7 +398,6 @@ def adam_kernel(
         table: (count, N_COLUMNS) int64.
         addresses: (count, 2) int64, of the parameter and of its gradient.
         scalars: (count, N_SCALARS) int32, from `prepare_kernel`.
-        hyper: (N_HYPER,) fp32.
         KINDS: bit k is set if a parameter of kind k is in the table.
         BLOCK_SIZE: elements per block.
         BLOCKS: blocks per program.
@@ -343,14 +410,14 @@ def adam_kernel(
     entry = programs + (program // PROGRAMS) * 2
     index = tl.load(entry)
     chunk = tl.load(entry + 1) + program % PROGRAMS
-    scalar = scalars + index * N_SCALARS
+    scalar_row = scalars + index * N_SCALARS
     address = addresses + index * 2
     row = table + index * N_COLUMNS
     kind = tl.load(row + KIND)
-    if tl.load(scalar + ACTIVE) != 0:
+    values = _load_scalars(scalar_row)
+    salt = tl.load(scalar_row + SALT)
+    if tl.load(scalar_row + ACTIVE) != 0:
         for k in tl.static_range(N_KINDS):
             if (KINDS >> k) & 1:
                 if kind == k:
-                    _step_kind(
-                        address, row, chunk, scalar, hyper, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC
-                    )
+                    _step_kind(address, row, chunk, values, salt, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC)

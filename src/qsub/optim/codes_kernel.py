@@ -36,16 +36,15 @@ def _per_scale(scale):
 @triton.jit
 def decode_signed(codes, scale):
     """exp_avg of (blocks, block_size) int32 codes and (blocks,) fp32 scales."""
-    bits = ((codes & 127) << _SHIFT) | ((codes & 128) << 24)
+    bits = ((codes << 24) >> 5) & -0x7C080000  # the sign stays in bit 31, the rest comes to the bits from 19 up
     return bits.to(tl.float32, bitcast=True) * _SIGNED_UP * (scale * (1.0 / _TOP))[:, None]
 
 
 @triton.jit
-def encode_signed(values, scale):
-    """(blocks, block_size) uint8 codes of exp_avg, rounded to nearest."""
-    bits = (values * _per_scale(scale) * _SIGNED_DOWN).to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(((bits & 0x7FFFFFFF) + _HALF_CODE) >> _SHIFT, 127)
-    return (magnitude | ((bits >> 24) & 128)).to(tl.uint8)
+def encode_signed(values, scale, unit):
+    """(blocks, block_size) uint8 codes of exp_avg, which is `values * unit`, rounded to nearest."""
+    bits = (values * (_per_scale(scale) * unit) * _SIGNED_DOWN).to(tl.int32, bitcast=True) + _HALF_CODE
+    return ((bits | ((bits >> 5) & 0x04000000)) >> _SHIFT).to(tl.uint8)  # the sign comes to bit 7 of the code
 
 
 @triton.jit
@@ -55,17 +54,17 @@ def decode_unsigned(codes, scale):
 
 
 @triton.jit
-def encode_unsigned(values, scale, noise):
-    """(blocks, block_size) uint8 codes of exp_avg_sq; `noise` in [0, 2**19), 2**18 to round to nearest."""
-    bits = (values * _per_scale(scale) * _UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    codes = tl.minimum((bits + noise) >> _SHIFT, 255)
-    return tl.where(values > 0, tl.maximum(codes, 1), 0).to(tl.uint8)
+def encode_unsigned(values, scale, unit, noise):
+    """(blocks, block_size) uint8 codes of `values * unit`; `noise` in [0, 2**19), 2**18 to round to nearest."""
+    bits = (values * (_per_scale(scale) * unit) * _UNSIGNED_DOWN).to(tl.int32, bitcast=True)
+    at_least = tl.minimum(values.to(tl.int32, bitcast=True), 1)  # 1, or 0 for 0
+    return tl.maximum(tl.minimum((bits + noise) >> _SHIFT, 255), at_least).to(tl.uint8)
 
 
 @triton.jit
-def encode_unsigned_nearest(values, scale):
+def encode_unsigned_nearest(values, scale, unit):
     """`encode_unsigned` to nearest, for max_exp_avg_sq."""
-    return encode_unsigned(values, scale, _HALF_CODE)
+    return encode_unsigned(values, scale, unit, _HALF_CODE)
 
 
 @triton.jit
@@ -86,7 +85,7 @@ def random_bits(salt, place, lane):
         lane: (1, block_size) int32.
     """
     high = mix(salt ^ (place >> 32).to(tl.int32))
-    return mix(high ^ (place.to(tl.int32) + lane))
+    return mix((high ^ place.to(tl.int32)) ^ lane)  # place is a multiple of the block size: ^ adds the lane
 
 
 @triton.jit

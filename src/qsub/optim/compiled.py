@@ -114,5 +114,5 @@ def run_step(
         if backend == "compile" and chunk[0].shape[0] > 1:
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
-        offset = torch.tensor(first_block + start, device=param.device)
+        offset = torch.full((), first_block + start, dtype=torch.int64, device=param.device)
         function(*chunk, *scalars, offset, decoupled, stochastic_round)

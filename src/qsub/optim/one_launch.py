@@ -21,6 +21,7 @@ from qsub.tensors.rowwise import Int8RowwiseTensor
 
 _LANES = 128  # parameters per program of prepare_kernel
 _ELEMENTS_PER_WARP = 512
+_LAUNCH: dict[str, Any] = {"enable_fp_fusion": True}
 
 WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor], None]
 
@@ -202,8 +203,9 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
         hyper.seed,
         count,
         LANES=_LANES,
+        DECOUPLED=group["decoupled_weight_decay"],
         num_warps=4,
-        enable_fp_fusion=True,
+        **_LAUNCH,
     )
     block_size: int = group["block_size"]
     kernel.adam_kernel[(plan.programs.shape[0] * PROGRAMS,)](
@@ -211,7 +213,6 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
         plan.table,
         pointers,
         plan.scalars,
-        hyper.tensor,
         KINDS=plan.kinds,
         BLOCK_SIZE=block_size,
         BLOCKS=plan.blocks,
@@ -220,5 +221,5 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
         AMSGRAD=group["amsgrad"],
         STOCHASTIC=group["stochastic_round"],
         num_warps=max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP),
-        enable_fp_fusion=True,
+        **_LAUNCH,
     )
