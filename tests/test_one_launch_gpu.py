@@ -33,6 +33,7 @@ def test_no_step_waits_for_the_device(backend):
     """The first step, a schedule of floats, tensors as hyper-parameters, loaded state and a GradScaler's tensors."""
     params = make_params([torch.float32, torch.bfloat16], "cuda")
     lr, scale = torch.tensor(1e-3, device="cuda"), torch.tensor(2.0, device="cuda")
+    betas = (torch.tensor(0.8, device="cuda"), torch.tensor(0.9, device="cuda"))
     optimizers = [
         AdamW8bit(params, backend=backend, min_8bit_size=64),
         AdamW8bit(params, lr=lr, backend=backend, min_8bit_size=64),
@@ -45,7 +46,7 @@ def test_no_step_waits_for_the_device(backend):
             lr.mul_(0.5)
             for optimizer in optimizers:
                 optimizer.step()
-        optimizers[1].param_groups[0]["betas"] = (torch.tensor(0.8, device="cuda"), torch.tensor(0.9, device="cuda"))
+        optimizers[1].param_groups[0]["betas"] = betas
         optimizers[1].grad_scale, optimizers[1].found_inf = scale, torch.zeros((), device="cuda")
         optimizers[1].step()
         params[0].grad = None
