@@ -60,7 +60,7 @@ def _check(params: list[tuple[nn.Parameter, str]]) -> None:
                 codes.check_rows(param.detach(), name)
 
 
-def _bar(items: list[Any], progress: bool, text: str) -> Iterable[Any]:
+def _bar(items: Iterable[Any], progress: bool, text: str) -> Iterable[Any]:
     if not progress:
         return items
     try:
@@ -108,14 +108,11 @@ def quantize_(
     selected = list(_selected(model, filter_fn))
     _check([(param, _join(places[0][0], places[0][2])) for param, places in selected])
     selected.reverse()
-    bar = _bar(selected[::-1], progress, "quantize")
-    for item in bar:
-        selected.pop()  # let go of the float weight as soon as it is replaced
-        param, places = item
-        _replace(
-            places,
-            nn.Parameter(Int8RowwiseTensor.from_float(param), requires_grad=trainable and param.requires_grad),
-        )
+    for _ in _bar(range(len(selected)), progress, "quantize"):
+        param, places = selected.pop()  # so that nothing here holds on to a float weight that has been replaced
+        weight = Int8RowwiseTensor.from_float(param)
+        _replace(places, nn.Parameter(weight, requires_grad=trainable and param.requires_grad))
+        del param
     return model
 
 

@@ -9,25 +9,22 @@ The weight W is (N, K): row n of the float weight is `int_data[n] * scale[n] / 1
 import torch
 from torch import Tensor
 
+from qsub.tensors.codes import dequantize_rows
+
 _LIBRARY = torch.library.Library("qsub", "DEF")
 _LIBRARY.define("int8_mm(Tensor x, Tensor int_data, Tensor scale, Tensor? bias=None) -> Tensor")
 _LIBRARY.define("int8_mm_transposed(Tensor grad, Tensor int_data, Tensor scale) -> Tensor")
 
 
-def _dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float weight (N, K) in `dtype`; the product of code and scale is formed in fp32."""
-    return (int_data * (scale.float() * (1.0 / 127.0)).unsqueeze(-1)).to(dtype)
-
-
 def _int8_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    weight = _dequantize(int_data, scale, x.dtype)  # (N, K)
+    weight = dequantize_rows(int_data, scale, x.dtype)  # (N, K)
     if bias is None:
         return x @ weight.t()
     return torch.addmm(bias.to(x.dtype), x, weight.t())
 
 
 def _int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor) -> Tensor:
-    return grad @ _dequantize(int_data, scale, grad.dtype)
+    return grad @ dequantize_rows(int_data, scale, grad.dtype)
 
 
 def _fake_int8_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:

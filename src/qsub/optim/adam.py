@@ -9,11 +9,11 @@ from torch import Tensor
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, run_step
 from qsub.optim.hyper import HyperTensor
-from qsub.optim.options import check_options, check_param
+from qsub.optim.options import check_keys, check_options, check_param
 from qsub.optim.step import SKIP
-from qsub.tensors import codes
 from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
 from qsub.tensors.rowwise import Int8RowwiseTensor
+from qsub.tensors.state_codes import random_bits
 
 _WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
 
@@ -22,7 +22,7 @@ class Adam8bit(torch.optim.Optimizer):
     """torch.optim.Adam with 8-bit state.
 
     The step is torch.optim.Adam's (arXiv 1412.6980) in fp32; between steps the two moments are kept in 8 bits an
-    element and a bf16 scale for each block. See `qsub.optim.step` and `qsub.tensors.codes`.
+    element and two bytes for each block. See `qsub.optim.step` and `qsub.tensors.state_codes`.
 
     Args:
         params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
@@ -119,8 +119,8 @@ class Adam8bit(torch.optim.Optimizer):
             param_group = {**param_group, "params": params}
             for entry in params:
                 check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
-            unknown = set(param_group) - set(self.defaults) - {"params", "param_names", "initial_lr", "name"}
-            check_options({**self.defaults, **param_group}, self.backend, unknown)
+            check_keys(param_group, self.defaults)
+            check_options({**self.defaults, **param_group}, self.backend)
         super().add_param_group(param_group)
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class Adam8bit(torch.optim.Optimizer):
         for moment in moments:
             if isinstance(moment, Blockwise8bitTensor):
                 staged.append(Staged(moment.codes, block_size))
-                pairs.append((staged[-1].blocks, moment.scale.view(-1)))
+                pairs.append((staged[-1].blocks, moment.scale.flatten(0, 1)))
             else:
                 staged.append(Staged(moment, block_size))
                 pairs.append(staged[-1].blocks)
@@ -261,9 +261,8 @@ class Adam8bit(torch.optim.Optimizer):
     def _write_back(self, param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -> None:
         """New value of a trainable int8 weight, through the row code with stochastic rounding."""
         weight: Any = param
-        salt = codes.mix(hyper.seed ^ codes.mix(step.to(torch.int32) ^ _WRITE_BACK))
         start = torch.zeros((), dtype=torch.int64, device=value.device)
-        bits = codes.random_bits(salt, start, *value.shape)
+        bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
         before = weight.int_data.clone(), weight.scale.clone()
         weight.requantize_(value, noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
         skipped = hyper.tensor[SKIP] != 0

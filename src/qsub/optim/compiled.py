@@ -64,10 +64,10 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
 
 
 @functools.cache
-def _variant(kind: str, flags: tuple[bool, bool], dtypes: tuple[Any, ...]) -> Callable[..., None]:
+def _variant(kind: str, variant: tuple[Any, ...]) -> Callable[..., None]:
     """A compiled copy of the step. Each variant has a code object of its own, and so its own recompile limit."""
     function = {"8bit": definition.step_8bit, "float32": definition.step_float32}[kind]
-    code = function.__code__.replace(co_name=f"{function.__name__}_{len(flags)}_{hash((flags, dtypes)) & 0xFFFF:x}")
+    code = function.__code__.replace(co_name=f"{function.__name__}_{hash(variant) & 0xFFFFFFFF:x}")
     copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     return torch.compile(copy, fullgraph=True)
 
@@ -106,7 +106,7 @@ def run_step(
     function: Callable[..., None] = definition.step_8bit if kind == "8bit" else definition.step_float32
     if backend == "compile":
         dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
-        function = _variant(kind, (decoupled, stochastic_round), dtypes)
+        function = _variant(kind, (decoupled, stochastic_round, *dtypes))
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):

@@ -7,6 +7,9 @@ from torch import Tensor
 
 BACKENDS = ("triton", "compile", "eager")
 STATE_CODES = ("block_float8",)
+# What others keep in a group: torch.optim, its schedulers (OneCycleLR, CyclicLR, SWALR) and timm (layer decay).
+_NOTES = ("params", "param_names", "name", "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr")
+_NOTES += ("base_momentum", "max_momentum", "fix_lr")
 
 
 def check_param(param: Any, owner: str) -> None:
@@ -27,10 +30,15 @@ def _check_scalar(name: str, value: Any, upper: float | None = None) -> None:
         raise ValueError(f"{name} must be {bound}, got {number}")
 
 
-def check_options(options: dict[str, Any], backend: str | None, unknown: Collection[str] = ()) -> None:
-    """ValueError or TypeError for an option that is out of range, not supported or not known."""
+def check_keys(group: Collection[str], known: Collection[str]) -> None:
+    """TypeError for a key of a parameter group that nobody would read."""
+    unknown = sorted(set(group) - set(known) - set(_NOTES))
     if unknown:
-        raise TypeError(f"unknown option(s) of a parameter group: {sorted(unknown)}; known are {sorted(options)}")
+        raise TypeError(f"unknown option(s) of a parameter group: {unknown}; known are {sorted(known)}")
+
+
+def check_options(options: dict[str, Any], backend: str | None) -> None:
+    """ValueError or TypeError for an option that is out of range or not supported."""
     _check_scalar("lr", options["lr"])
     _check_scalar("eps", options["eps"])
     _check_scalar("weight_decay", options["weight_decay"])
@@ -45,6 +53,13 @@ def check_options(options: dict[str, Any], backend: str | None, unknown: Collect
         raise ValueError("differentiable=True is not supported: 8-bit state has no gradient; use torch.optim.Adam(W)")
     if options["fused"] and backend == "eager":
         raise ValueError("fused=True contradicts backend='eager': drop one of them")
+    check_state_options(options)
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
+
+
+def check_state_options(options: dict[str, Any]) -> None:
+    """ValueError or TypeError for a bad option of those that torch.optim doesn't have; a loaded one, say."""
     block_size = options["block_size"]
     if not isinstance(block_size, int) or not 16 <= block_size <= 4096 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two from 16 to 4096, got {block_size!r}")
@@ -56,5 +71,3 @@ def check_options(options: dict[str, Any], backend: str | None, unknown: Collect
         raise ValueError(f"state_code must be one of {STATE_CODES}, got {options['state_code']!r}")
     if not isinstance(options["seed"], int):
         raise TypeError(f"seed must be an int, got {type(options['seed']).__name__}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")

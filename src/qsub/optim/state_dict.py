@@ -1,11 +1,13 @@
 """Optimizer state: its form for each parameter, loading, and exchange with torch.optim."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsub.optim.options import check_state_options
 from qsub.tensors.blockwise import Blockwise8bitTensor
 
 CODE_OF_MOMENT = {
@@ -41,18 +43,27 @@ def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
     return torch.zeros(param.shape, dtype=torch.float32, device=param.device)
 
 
-def _moment(value: Any, param: Tensor, group: dict[str, Any], key: str, where: str) -> Tensor:
+def _moment(saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: str, where: str) -> Tensor:
     """A copy of a saved moment in the form that `group` asks for."""
+    value = saved[key]
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where}: expected a float tensor or a Blockwise8bitTensor, got {kind}")
     if value.shape != param.shape:
         raise ValueError(f"{where}: shape {tuple(value.shape)} doesn't match its parameter's {tuple(param.shape)}")
     target = zero_moment(param, group, key)
-    try:
-        return target.copy_(value)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    second = saved["exp_avg_sq"]
+    if isinstance(target, Blockwise8bitTensor) and not target.same_layout(value):
+        second = _plain(second) if key == "exp_avg" and second.shape == param.shape else None
+        try:
+            value = Blockwise8bitTensor.from_float(_plain(value), target.block_size, target.code, second)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return target.copy_(value)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.dequantize() if isinstance(value, Blockwise8bitTensor) else value
 
 
 def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], index: Any) -> dict[str, Any]:
@@ -65,10 +76,10 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
             f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
         )
     device = step_device(param, group)
-    state = {key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")}
+    state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
     state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)
     for key in moment_keys(group):
-        state[key] = _moment(saved[key], param, group, key, f"state of parameter {index}, {key}")
+        state[key] = _moment(saved, param, group, key, f"state of parameter {index}, {key}")
     return state
 
 
@@ -78,6 +89,7 @@ def _merge_group(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, An
     merged["decoupled_weight_decay"] = current["decoupled_weight_decay"]
     if any(key not in saved for key in QSUB_OPTIONS):  # a state dict of torch.optim
         merged.update({key: current[key] for key in _IMPLEMENTATION})
+    check_state_options(merged)
     return merged
 
 
@@ -121,7 +133,7 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     capturable = {index: group["capturable"] for group in state_dict["param_groups"] for index in group["params"]}
     state = {
         index: {
-            key: value.dequantize() if isinstance(value, Blockwise8bitTensor) else value.clone()
+            key: _plain(value) if isinstance(value, Blockwise8bitTensor) else value.clone()
             for key, value in entry.items()
             if isinstance(value, Tensor)
         }

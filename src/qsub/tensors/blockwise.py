@@ -1,4 +1,4 @@
-"""Blockwise8bitTensor: optimizer state in 8 bits an element and one scale a block."""
+"""Blockwise8bitTensor: optimizer state in 8 bits an element and two bytes a block."""
 
 import math
 from typing import Any
@@ -7,17 +7,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import OpTable, float_dtype
+from qsub.tensors import state_codes as math8
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
 
 aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
 
-# Name of a code: (decode, encode to nearest). "signed" is exp_avg's, "unsigned" that of the second moments.
-CODES = {
-    "float8_signed": (math8.decode_signed, math8.encode_signed),
-    "float8_unsigned": (math8.decode_unsigned, math8.encode_unsigned),
-}
+# Name of a code and its inverse. "signed" is exp_avg's, "unsigned" that of the second moments.
+DECODE = {"float8_signed": math8.decode_exp_avg, "float8_unsigned": math8.decode_exp_avg_sq}
 
 
 def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -27,10 +24,10 @@ def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """Shape of the scales, (rows, blocks per row): blocks never cross a row, the last one of a row may be short."""
+def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int) -> tuple[int, int, int]:
+    """Shape of the scales, (rows, blocks per row, 2): blocks never cross a row, the last one of a row may be short."""
     rows, length = row_shape(shape)
-    return rows, -(-length // block_size)
+    return rows, -(-length // block_size), 2
 
 
 def to_blocks(flat: Tensor, shape: torch.Size | tuple[int, ...], block_size: int) -> Tensor:
@@ -65,14 +62,15 @@ class Staged:
 
 
 class Blockwise8bitTensor(Tensor):
-    """A float tensor stored as uint8 codes and one bf16 scale for each block of elements.
+    """A float tensor stored as uint8 codes and two bytes of scale for each block of elements.
 
     Blocks run along the flattened trailing dimensions and never cross a row of dim 0, so any slice of rows is a
-    slice of codes and of scales. See `qsub.tensors.codes` for the codes.
+    slice of codes and of scales. See `qsub.tensors.state_codes` for the codes.
 
     Args:
         codes: uint8, the shape of the float tensor, contiguous.
-        scale: (rows, ceil(rest / block_size)) bf16; a 0-D or 1-D tensor is one row.
+        scale: (rows, ceil(rest / block_size), 2) uint8, where a block's codes start and how dense they are; a 0-D or
+            1-D tensor is one row.
         block_size: elements per block.
         code: "float8_signed" (exp_avg) or "float8_unsigned" (exp_avg_sq).
         dtype: float dtype that the tensor shows. Default: fp32.
@@ -86,8 +84,8 @@ class Blockwise8bitTensor(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, block_size: int, code: str, dtype: torch.dtype = torch.float32):
         """See the class."""
-        if code not in CODES:
-            raise ValueError(f"code must be one of {sorted(CODES)}, got {code!r}")
+        if code not in DECODE:
+            raise ValueError(f"code must be one of {sorted(DECODE)}, got {code!r}")
         if tuple(scale.shape) != scale_shape(codes.shape, block_size):
             raise ValueError(
                 f"scale of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
@@ -108,29 +106,58 @@ class Blockwise8bitTensor(Tensor):
         """All-zero tensor of `shape`; the arguments are those of the class."""
         return cls(
             torch.zeros(shape, dtype=torch.uint8, device=device),
-            torch.zeros(scale_shape(shape, block_size), dtype=torch.bfloat16, device=device),
+            torch.zeros(scale_shape(shape, block_size), dtype=torch.uint8, device=device),
             block_size,
             code,
         )
 
     @classmethod
-    def from_float(cls, value: Tensor, block_size: int, code: str) -> "Blockwise8bitTensor":
-        """Encode a float tensor to nearest. ValueError where it is not finite, or negative in an unsigned code."""
+    def from_float(
+        cls, value: Tensor, block_size: int, code: str, second: Tensor | None = None
+    ) -> "Blockwise8bitTensor":
+        """Encode a float tensor to nearest.
+
+        Args:
+            value: any shape and float dtype.
+            block_size: see the class, as `code`.
+            code: see the class.
+            second: for "float8_signed", the second moment of the same shape, which tells how fine small magnitudes
+                must be. Default: the square of the value.
+
+        Raises:
+            ValueError: a value is not finite, over 1e38, or negative in an unsigned code.
+        """
         value = value.detach().float().contiguous()
-        if value.device.type != "meta" and not bool(torch.isfinite(value).all()):
-            raise ValueError("cannot encode NaN or Inf in 8-bit state; load the state of a healthy run")
-        if code == "float8_unsigned" and value.device.type != "meta" and bool((value < 0).any()):
+        on_meta = value.device.type == "meta"
+        if not on_meta and not bool((value.abs() <= 1e38).all()):
+            raise ValueError(
+                "cannot encode NaN, Inf or magnitudes over 1e38 in 8-bit state; load that of a healthy run"
+            )
+        if code == "float8_unsigned" and not on_meta and bool((value < 0).any()):
             raise ValueError("a second moment must not be negative")
+        scale_size = scale_shape(value.shape, block_size)
+        if value.numel() == 0:
+            return cls(
+                value.to(torch.uint8), torch.zeros(scale_size, dtype=torch.uint8, device=value.device), block_size, code
+            )
         blocks = to_blocks(value, value.shape, block_size)
-        scale = math8.block_scale(blocks.abs().amax(1)) if block_size and blocks.numel() else blocks.new_zeros(0)
-        encoded = from_blocks(CODES[code][1](blocks, scale), value.shape)
-        return cls(encoded, scale.to(torch.bfloat16).view(scale_shape(value.shape, block_size)), block_size, code)
+        if code == "float8_unsigned":
+            encoded, scale = math8.encode_exp_avg_sq(blocks, *math8.exponent_range(blocks))
+        else:
+            second = value.square() if second is None else second.detach().float().contiguous()
+            low, _ = math8.exponent_range(to_blocks(second, value.shape, block_size))
+            encoded, scale = math8.encode_exp_avg(blocks, low)
+        return cls(from_blocks(encoded, value.shape), scale.view(scale_size), block_size, code)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Plain float tensor of the same shape, in `dtype` (default: the dtype that the tensor shows)."""
         blocks = to_blocks(self.codes, self.shape, self.block_size)
-        value = CODES[self.code][0](blocks, self.scale.reshape(-1).float())
+        value = DECODE[self.code](blocks, self.scale.flatten(0, 1))
         return from_blocks(value, self.shape).to(dtype or self.dtype)
+
+    def same_layout(self, other: Tensor) -> bool:
+        """Whether `other` is coded as this one, so that its codes can be copied."""
+        return isinstance(other, Blockwise8bitTensor) and (other.block_size, other.code) == (self.block_size, self.code)
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """Inner tensors and metadata, for torch.compile and serialization."""
@@ -145,8 +172,8 @@ class Blockwise8bitTensor(Tensor):
         return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
 
     def _stable_hash_for_caching(self) -> str:
-        """Key of torch.compile's caches: the metadata; the inner tensors are hashed by themselves."""
-        return f"{type(self).__qualname__}{sorted(self.__tensor_flatten__()[1].items())}"
+        """Key of torch.compile's caches."""
+        return cache_key(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
@@ -189,8 +216,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
         raise ValueError(
             f"copy_ into a Blockwise8bitTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}"
         )
-    same = isinstance(source, Blockwise8bitTensor) and (source.block_size, source.code) == (x.block_size, x.code)
-    if not same:
+    if not x.same_layout(source):
         value = source.dequantize() if isinstance(source, Blockwise8bitTensor) else source
         source = Blockwise8bitTensor.from_float(value, x.block_size, x.code)
     x.codes.copy_(source.codes, non_blocking)  # type: ignore[attr-defined]

@@ -52,3 +52,13 @@ def float_dtype(dtype: torch.dtype | None, default: torch.dtype, owner: str) -> 
             "Its int8 codes are `int_data` or `codes`; for other dtypes call dequantize() first."
         )
     return dtype
+
+
+def cache_key(tensor: Any) -> str:
+    """What torch.compile's caches must tell apart: all that a graph can depend on but the data.
+
+    requires_grad is part of it: a graph made for a frozen weight has no gradient for a trainable one.
+    """
+    names, meta = tensor.__tensor_flatten__()
+    inner = [(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in (getattr(tensor, n) for n in names)]
+    return str((type(tensor).__qualname__, tensor.shape, tensor.requires_grad, sorted(meta.items()), inner))
