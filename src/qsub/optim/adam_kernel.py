@@ -13,15 +13,17 @@ import triton.language as tl
 
 from qsub.optim import step as definition
 from qsub.optim.codes_kernel import (
-    block_scale,
-    decode_signed,
-    decode_unsigned,
-    encode_signed,
-    encode_unsigned,
-    encode_unsigned_nearest,
+    HALF,
+    decode_exp_avg,
+    decode_exp_avg_sq,
+    encode_exp_avg,
+    encode_exp_avg_sq,
+    exponent_range,
+    load_scale,
     mix,
     random_bits,
     round_to_bf16,
+    store_scale,
 )
 
 # Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that
@@ -43,19 +45,18 @@ FIRST_BLOCK = tl.constexpr(9)  # blocks (elements where the state is fp32) of th
 KIND = tl.constexpr(10)
 N_COLUMNS = tl.constexpr(12)
 
-# Columns of the scalars of a parameter, int32. All but the last two are the bits of an fp32. The kernel works on
-# M = exp_avg / UNIT1 and V = exp_avg_sq / UNIT2, where UNIT1 = (1 - beta1) * f, UNIT2 = (1 - beta2) * f**2 and f is
-# the factor of the gradient: then the new M is KEEP1 * exp_avg + grad, and the new V is KEEP2 * exp_avg_sq + grad**2.
-STEP_SIZE = tl.constexpr(0)  # lr / (1 - beta1**step) * UNIT1
-ROOT_FACTOR = tl.constexpr(1)  # (UNIT2 / (1 - beta2**step))**0.5
-KEEP1 = tl.constexpr(2)  # beta1 / UNIT1
-KEEP2 = tl.constexpr(3)  # beta2 / UNIT2
-UNIT1 = tl.constexpr(4)
-UNIT2 = tl.constexpr(5)
+# Columns of the scalars of a parameter, int32; the bits of an fp32 up to DECAY.
+STEP_SIZE = tl.constexpr(0)  # lr / (1 - beta1**step)
+ROOT_CORRECTION = tl.constexpr(1)  # (1 - beta2**step)**-0.5
+BETA1 = tl.constexpr(2)
+BETA2 = tl.constexpr(3)
+RATE1 = tl.constexpr(4)  # (1 - beta1) * f, where f is the factor of the gradient
+RATE2 = tl.constexpr(5)  # (1 - beta2) * f**2
 EPS = tl.constexpr(6)
 DECAY = tl.constexpr(7)  # 1 - lr * weight_decay (AdamW), or weight_decay / f (Adam)
-SALT = tl.constexpr(8)
-ACTIVE = tl.constexpr(9)
+SALT = tl.constexpr(8)  # of the random bits, as ADVANCE
+ADVANCE = tl.constexpr(9)
+ACTIVE = tl.constexpr(10)
 N_SCALARS = tl.constexpr(12)
 
 _LR = tl.constexpr(definition.LR)
@@ -70,6 +71,8 @@ _WEIGHT_DECAY = tl.constexpr(definition.WEIGHT_DECAY)
 _GRAD_FACTOR = tl.constexpr(definition.GRAD_FACTOR)
 _SKIP = tl.constexpr(definition.SKIP)
 _INF = tl.constexpr(float("inf"))
+_WINDOW = tl.constexpr(5)
+_GOLDEN = tl.constexpr(0x9E3779B9 - (1 << 32))
 
 
 @triton.jit
@@ -100,18 +103,18 @@ def prepare_kernel(addresses, steps, scalars, hyper, seed, count, LANES: tl.cons
     factor = tl.load(hyper + _GRAD_FACTOR)
     decay = tl.load(hyper + _WEIGHT_DECAY)
     decay = 1.0 - lr * decay if DECOUPLED else decay / factor
-    unit1 = tl.load(hyper + _ONE_MINUS_BETA1) * factor
-    unit2 = tl.load(hyper + _ONE_MINUS_BETA2) * factor * factor
     row = scalars + index * N_SCALARS
-    _store_scalar(row + STEP_SIZE, (lr / correction1 * unit1).to(tl.float32), inside)
-    _store_scalar(row + ROOT_FACTOR, tl.sqrt(unit2 / correction2).to(tl.float32), inside)
-    _store_scalar(row + KEEP1, tl.load(hyper + _BETA1) / unit1, inside)
-    _store_scalar(row + KEEP2, tl.load(hyper + _BETA2) / unit2, inside)
-    _store_scalar(row + UNIT1, unit1, inside)
-    _store_scalar(row + UNIT2, unit2, inside)
+    _store_scalar(row + STEP_SIZE, (lr / correction1).to(tl.float32), inside)
+    _store_scalar(row + ROOT_CORRECTION, (1.0 / tl.sqrt(correction2)).to(tl.float32), inside)
+    _store_scalar(row + BETA1, tl.load(hyper + _BETA1), inside)
+    _store_scalar(row + BETA2, tl.load(hyper + _BETA2), inside)
+    _store_scalar(row + RATE1, tl.load(hyper + _ONE_MINUS_BETA1) * factor, inside)
+    _store_scalar(row + RATE2, tl.load(hyper + _ONE_MINUS_BETA2) * factor * factor, inside)
     _store_scalar(row + EPS, tl.load(hyper + _EPS), inside)
     _store_scalar(row + DECAY, decay, inside)
-    tl.store(row + SALT, mix(tl.load(seed) ^ mix(step.to(tl.int32))), mask=inside)
+    count = step.to(tl.int32)
+    tl.store(row + SALT, mix(tl.load(seed) ^ mix(count >> _WINDOW)), mask=inside)
+    tl.store(row + ADVANCE, count * _GOLDEN, mask=inside)
     tl.store(row + ACTIVE, active.to(tl.int32), mask=inside)
 
 
@@ -127,58 +130,60 @@ def _load_scalar(address):
 
 @triton.jit
 def _load_scalars(row):
-    """The fp32 scalars of a parameter, loaded before its data to wait for both at once."""
+    """The scalars of a parameter, loaded before its data to wait for both at once."""
     return (
         _load_scalar(row + STEP_SIZE),
-        _load_scalar(row + ROOT_FACTOR),
-        _load_scalar(row + KEEP1),
-        _load_scalar(row + KEEP2),
-        _load_scalar(row + UNIT1),
-        _load_scalar(row + UNIT2),
+        _load_scalar(row + ROOT_CORRECTION),
+        _load_scalar(row + BETA1),
+        _load_scalar(row + BETA2),
+        _load_scalar(row + RATE1),
+        _load_scalar(row + RATE2),
         _load_scalar(row + EPS),
         _load_scalar(row + DECAY),
+        tl.load(row + SALT),
+        tl.load(row + ADVANCE),
     )
 
 
 @triton.jit
-def _adam(param, grad, kept, kept_sq, largest, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
+def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
     """`qsub.optim.step.adam_step`, with fewer instructions: last bits may differ.
 
     Args:
         param: fp32, as all that follow.
         grad: gradient.
-        kept: KEEP1 * exp_avg.
-        kept_sq: KEEP2 * exp_avg_sq.
-        largest: max_exp_avg_sq / UNIT2 (amsgrad).
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+        largest: largest second moment so far (amsgrad).
         scalars: from `_load_scalars`.
         DECOUPLED: AdamW rather than Adam.
         AMSGRAD: see `adam_kernel`.
 
     Returns:
-        New param, exp_avg / UNIT1, exp_avg_sq / UNIT2 and max_exp_avg_sq / UNIT2.
+        New param, exp_avg, exp_avg_sq and largest second moment.
     """
-    step_size, root_factor, _, _, _, _, eps, decay = scalars
+    step_size, root_correction, beta1, beta2, rate1, rate2, eps, decay, _, _ = scalars
     if DECOUPLED:
         param = param * decay
     else:
         grad = grad + decay * param
-    exp_avg = kept + grad
-    exp_avg_sq = kept_sq + grad * grad
+    exp_avg = beta1 * exp_avg + rate1 * grad
+    exp_avg_sq = beta2 * exp_avg_sq + (rate2 * grad) * grad
     second = exp_avg_sq
     if AMSGRAD:
         # a comparison, not max: NaN spreads as in torch.maximum
         largest = tl.where(exp_avg_sq <= largest, largest, exp_avg_sq)
         second = largest
     # 1 / x as rsqrt(x)**2: two instructions, where a division takes ten
-    root = tl.rsqrt(tl.sqrt(second) * root_factor + eps)
+    root = tl.rsqrt(tl.sqrt(second) * root_correction + eps)
     param = param - step_size * (exp_avg * root * root)
     return param, exp_avg, exp_avg_sq, largest
 
 
 @triton.jit
-def _store_param(address, value, noise, mask, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _store_param(address, value, bits, mask, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
     if STOCHASTIC and DTYPE == tl.bfloat16:
-        value = round_to_bf16(value, noise)
+        value = round_to_bf16(value, bits)
     if DTYPE == tl.float32:
         tl.store(address, value, mask=mask)
     else:
@@ -199,7 +204,6 @@ def _step_8bit(
     row,
     chunk,
     scalars,
-    salt,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -215,8 +219,8 @@ def _step_8bit(
     grad_ptr = _pointer(addresses + 1, GRAD, ALIGNED)
     first_ptr = _pointer(row + MOMENT, tl.uint8, ALIGNED)
     second_ptr = _pointer(row + (MOMENT + 1), tl.uint8, ALIGNED)
-    first_scale_ptr = _pointer(row + SCALE, tl.bfloat16, False)
-    second_scale_ptr = _pointer(row + (SCALE + 1), tl.bfloat16, False)
+    first_scale_ptr = _pointer(row + SCALE, tl.uint16, False)
+    second_scale_ptr = _pointer(row + (SCALE + 1), tl.uint16, False)
     length = tl.load(row + LENGTH)
 
     start = chunk.to(tl.int64) * BLOCKS  # block
@@ -248,47 +252,47 @@ def _step_8bit(
     grad = tl.load(grad_ptr + inner, mask=mask, other=0.0).to(tl.float32)
     first_codes = tl.load(first_ptr + inner, mask=mask, other=0).to(tl.int32)
     second_codes = tl.load(second_ptr + inner, mask=mask, other=0).to(tl.int32)
-    first_scale = tl.load(first_scale_ptr + start + number, mask=exists, other=0.0).to(tl.float32)
-    second_scale = tl.load(second_scale_ptr + start + number, mask=exists, other=0.0).to(tl.float32)
+    first_low, first_density = load_scale(first_scale_ptr + start + number, exists)
+    second_low, second_density = load_scale(second_scale_ptr + start + number, exists)
     largest = param
     if AMSGRAD:
         largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
-        largest_scale_ptr = _pointer(row + (SCALE + 2), tl.bfloat16, False)
+        largest_scale_ptr = _pointer(row + (SCALE + 2), tl.uint16, False)
         if LAYOUT == FLAT:
             largest_ptr += start * BLOCK_SIZE
         largest_codes = tl.load(largest_ptr + inner, mask=mask, other=0).to(tl.int32)
-        largest_scale = tl.load(largest_scale_ptr + start + number, mask=exists, other=0.0).to(tl.float32)
-        largest = decode_unsigned(largest_codes, largest_scale / scalars[5])
+        largest_low, largest_density = load_scale(largest_scale_ptr + start + number, exists)
+        largest = decode_exp_avg_sq(largest_codes, largest_low, largest_density)
 
-    kept = decode_signed(first_codes, first_scale * scalars[2])
-    kept_sq = decode_unsigned(second_codes, second_scale * scalars[3])
-    param, exp_avg, exp_avg_sq, largest = _adam(param, grad, kept, kept_sq, largest, scalars, DECOUPLED, AMSGRAD)
+    exp_avg = decode_exp_avg(first_codes, first_low, first_density)
+    exp_avg_sq = decode_exp_avg_sq(second_codes, second_low, second_density)
+    param, exp_avg, exp_avg_sq, largest = _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD)
 
     place = ((tl.load(row + FIRST_BLOCK) + start) + number) * BLOCK_SIZE
-    bits = random_bits(salt, place[:, None], lane)
-    noise = mix(bits) if STOCHASTIC and PARAM == tl.bfloat16 else bits
-    _store_param(param_ptr + inner, param, noise, mask, PARAM, STOCHASTIC)
+    bits = random_bits(scalars[8], scalars[9], place[:, None], lane)
+    _store_param(param_ptr + inner, param, bits, mask, PARAM, STOCHASTIC)
 
-    # An element whose v is not finite restarts from zero state. As unsigned integers, Inf and NaN of either sign
-    # are above all finite values; one look at the maximum spares the usual case a test of each element.
-    top = tl.max(exp_avg_sq.to(tl.uint32, bitcast=True), axis=1)
-    if tl.max(top, axis=0) >= 0x7F800000:
+    # An element whose v is not finite restarts from zero state. One look at the largest exponent of all spares the
+    # usual case a test of each element.
+    low, high = exponent_range(exp_avg_sq)
+    if tl.max(high, axis=0) >= 255:
         finite = exp_avg_sq < _INF
         exp_avg = tl.where(finite, exp_avg, 0.0)
         exp_avg_sq = tl.where(finite, exp_avg_sq, 0.0)
         if AMSGRAD:
             largest = tl.where(finite, largest, 0.0)
-        top = tl.max(exp_avg_sq.to(tl.uint32, bitcast=True), axis=1)
-    scale = block_scale(tl.max(tl.abs(exp_avg), axis=1) * tl.abs(scalars[4]))
-    tl.store(first_ptr + inner, encode_signed(exp_avg, scale, scalars[4]), mask=mask)
-    tl.store(first_scale_ptr + start + number, scale.to(tl.bfloat16), mask=exists)
-    scale = block_scale(top.to(tl.float32, bitcast=True) * scalars[5])
-    tl.store(second_ptr + inner, encode_unsigned(exp_avg_sq, scale, scalars[5], bits & 0x7FFFF), mask=mask)
-    tl.store(second_scale_ptr + start + number, scale.to(tl.bfloat16), mask=exists)
+        low, high = exponent_range(exp_avg_sq)
+    codes, knee, density = encode_exp_avg(exp_avg, low, bits & 0x7FFFFF)
+    tl.store(first_ptr + inner, codes, mask=mask)
+    store_scale(first_scale_ptr + start + number, knee, density, exists)
+    codes, low, density = encode_exp_avg_sq(exp_avg_sq, low, high, (bits >> 9) & 0x7FFFFF)
+    tl.store(second_ptr + inner, codes, mask=mask)
+    store_scale(second_scale_ptr + start + number, low, density, exists)
     if AMSGRAD:
-        scale = block_scale(tl.max(largest, axis=1) * scalars[5])
-        tl.store(largest_ptr + inner, encode_unsigned_nearest(largest, scale, scalars[5]), mask=mask)
-        tl.store(largest_scale_ptr + start + number, scale.to(tl.bfloat16), mask=exists)
+        low, high = exponent_range(largest)
+        codes, low, density = encode_exp_avg_sq(largest, low, high, HALF)
+        tl.store(largest_ptr + inner, codes, mask=mask)
+        store_scale(largest_scale_ptr + start + number, low, density, exists)
 
 
 @triton.jit
@@ -297,7 +301,6 @@ def _step_float32(
     row,
     chunk,
     scalars,
-    salt,
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -324,24 +327,22 @@ def _step_float32(
         largest_ptr = second_ptr
         param = tl.load(param_ptr + inner, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + inner, mask=mask, other=0.0).to(tl.float32)
-        exp_avg = tl.load(first_ptr + inner, mask=mask, other=0.0) * scalars[2]
-        exp_avg_sq = tl.load(second_ptr + inner, mask=mask, other=0.0) * scalars[3]
+        exp_avg = tl.load(first_ptr + inner, mask=mask, other=0.0)
+        exp_avg_sq = tl.load(second_ptr + inner, mask=mask, other=0.0)
         largest = exp_avg_sq
         if AMSGRAD:
             largest_ptr = _pointer(row + (MOMENT + 2), tl.float32, ALIGNED) + start
-            old_largest = tl.load(largest_ptr + inner, mask=mask, other=0.0)
-            largest = old_largest / scalars[5]
+            largest = tl.load(largest_ptr + inner, mask=mask, other=0.0)
         param, exp_avg, exp_avg_sq, largest = _adam(
             param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD
         )
-        noise = inner
+        bits = inner
         if STOCHASTIC and PARAM == tl.bfloat16:
-            noise = random_bits(salt, tl.load(row + FIRST_BLOCK) + start + inner, 0)
-        _store_param(param_ptr + inner, param, noise, mask, PARAM, STOCHASTIC)
-        tl.store(first_ptr + inner, exp_avg * scalars[4], mask=mask)
-        tl.store(second_ptr + inner, exp_avg_sq * scalars[5], mask=mask)
+            bits = random_bits(scalars[8], scalars[9], tl.load(row + FIRST_BLOCK) + start + inner, 0)
+        _store_param(param_ptr + inner, param, bits, mask, PARAM, STOCHASTIC)
+        tl.store(first_ptr + inner, exp_avg, mask=mask)
+        tl.store(second_ptr + inner, exp_avg_sq, mask=mask)
         if AMSGRAD:
-            largest = tl.where(largest > exp_avg_sq, old_largest, exp_avg_sq * scalars[5])
             tl.store(largest_ptr + inner, largest, mask=mask)
 
 
@@ -351,7 +352,6 @@ def _step_kind(
     row,
     chunk,
     scalars,
-    salt,
     KIND_NUMBER: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -367,12 +367,10 @@ def _step_kind(
     GRAD: tl.constexpr = tl.float32 if G == 0 else (tl.bfloat16 if G == 1 else tl.float16)
     if LAYOUT >= FLOAT:
         PART: tl.constexpr = BLOCKS * BLOCK_SIZE // 4
-        _step_float32(
-            addresses, row, chunk, scalars, salt, PARAM, GRAD, LAYOUT, 4, PART, DECOUPLED, AMSGRAD, STOCHASTIC
-        )
+        _step_float32(addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, 4, PART, DECOUPLED, AMSGRAD, STOCHASTIC)
     else:
         _step_8bit(
-            addresses, row, chunk, scalars, salt, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD,
+            addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD,
             STOCHASTIC,
         )  # fmt: skip
 
@@ -415,9 +413,8 @@ def adam_kernel(
     row = table + index * N_COLUMNS
     kind = tl.load(row + KIND)
     values = _load_scalars(scalar_row)
-    salt = tl.load(scalar_row + SALT)
     if tl.load(scalar_row + ACTIVE) != 0:
         for k in tl.static_range(N_KINDS):
             if (KINDS >> k) & 1:
                 if kind == k:
-                    _step_kind(address, row, chunk, values, salt, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC)
+                    _step_kind(address, row, chunk, values, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC)

@@ -84,7 +84,7 @@ def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, a
             f"{where} has blocks of {moments[0].block_size}, its group asks for block_size={block_size}. "
             "Load the state with load_state_dict to encode it anew."
         )
-    length, total = row_shape(param.shape)[1], scales[0].numel()
+    length, total = row_shape(param.shape)[1], scales[0].numel() // 2
     chunks = -(-total // blocks)
     if length % block_size == 0 and aligned:
         return _Row(kernel.FLAT.value, count, 1, total, chunks, values, scales)
