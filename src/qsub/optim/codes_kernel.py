@@ -77,9 +77,11 @@ def encode_exp_avg_sq(second, low, high, noise):
     """
     low = tl.maximum(tl.minimum(tl.maximum(low, high - _UNSIGNED_OCTAVES), high), 1)
     per_octave = (254.5 / tl.maximum(high - low + 1, 1).to(tl.float32)).to(tl.int32)
-    distance = tl.maximum(second.to(tl.int32, bitcast=True) - (low << 23)[:, None], 0)
-    codes = ((distance * per_octave[:, None] + noise) >> 23) + 1
-    return tl.where(second > 0, codes, 0).to(tl.uint8), low, per_octave
+    bits = second.to(tl.int32, bitcast=True)
+    distance = tl.maximum(bits - (low << 23)[:, None], 0)
+    # Zero has distance 0 and so gets code 0 here, any other value 1 more.
+    codes = ((distance * per_octave[:, None] + noise) >> 23) + tl.minimum(bits, 1)
+    return codes.to(tl.uint8), low, per_octave
 
 
 @triton.jit
