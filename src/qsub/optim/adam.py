@@ -142,8 +142,11 @@ class Adam8bit(torch.optim.Optimizer):
                 loss = closure()
         work = []
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
+            params: list[Tensor] = group["params"]
             grads: list[Any] = [p.grad for p in params]
+            if not all(grad is not None for grad in grads):
+                params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
             if {grad.layout for grad in grads} - {torch.strided}:
                 name = type(self).__name__
                 raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")

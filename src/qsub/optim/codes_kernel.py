@@ -12,6 +12,8 @@ _SIGNED_OCTAVES = tl.constexpr(20)
 _UNSIGNED_OCTAVES = tl.constexpr(40)
 _MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 _MULTIPLIER_2 = tl.constexpr(0x846CA68B - (1 << 32))
+_LANE_MULTIPLIER_1 = tl.constexpr(0x21F0AAAD)
+_LANE_MULTIPLIER_2 = tl.constexpr(0xD35A2D97 - (1 << 32))
 _MULTIPLIER_3 = tl.constexpr(747796405)
 
 
@@ -122,11 +124,12 @@ def random_bits(salt, advance, place, lane):
     Args:
         salt: scalar int32 of the seed and the window of steps.
         advance: scalar int32, the step times the golden ratio.
-        place: (blocks, 1) int64, place of the block's first element in the whole parameter, a multiple of its size.
+        place: (blocks, 1) int64, place of the block's first element in the whole parameter.
         lane: (1, block_size) int32.
     """
-    high = mix(salt ^ (place >> 32).to(tl.int32))
-    return mix((high ^ place.to(tl.int32)) ^ lane) + advance  # ^ adds the lane to the place
+    block = mix(mix(salt ^ (place >> 32).to(tl.int32)) ^ place.to(tl.int32))
+    phase = (block ^ lane) * _LANE_MULTIPLIER_1
+    return (phase ^ ((phase >> 15) & 0x1FFFF)) * _LANE_MULTIPLIER_2 + advance
 
 
 @triton.jit
