@@ -1,43 +1,12 @@
-"""What the tests of the codes and of the optimizers measure against: bounds, rival codes, a plain Adam.
+"""What the tests of the codes and of the optimizers measure against: rival codes and a plain Adam.
 
-The layout of the 8-bit floats stands here once; every bound in the tests is derived from it.
+Nothing here imports qsub.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
-
-
-@dataclass(frozen=True)
-class FloatLayout:
-    """An 8-bit float under a block scale: its top code is worth the scale."""
-
-    exponent_bits: int
-    mantissa_bits: int
-
-    @property
-    def top(self) -> float:
-        """Largest mantissa: the top code before scaling, when the exponent runs up to 0."""
-        return 2.0 - 2.0**-self.mantissa_bits
-
-    @property
-    def smallest_normal(self) -> float:
-        """Before scaling; codes below it are equally spaced."""
-        return 2.0 ** (2 - 2**self.exponent_bits)
-
-    def step(self, value, scale):
-        """Distance between the codes next to each fp64 value, for scales that broadcast against it."""
-        unit = scale / self.top
-        magnitude = (value.abs() / torch.where(unit > 0, unit, 1.0)).clamp_min(self.smallest_normal)
-        # frexp is exact where log2 rounds: magnitude is in [2**(e-1), 2**e)
-        return unit * torch.ldexp(torch.ones_like(magnitude), torch.frexp(magnitude).exponent - 1 - self.mantissa_bits)
-
-
-SIGNED = FloatLayout(exponent_bits=3, mantissa_bits=4)  # exp_avg, beside a sign bit
-UNSIGNED = FloatLayout(exponent_bits=4, mantissa_bits=4)  # exp_avg_sq
-LAYOUT = {"float8_signed": SIGNED, "float8_unsigned": UNSIGNED}
-SCALE_STEP = 2.0**-7  # relative step of a bf16 scale, which is rounded up
+from hypothesis import strategies as st
 
 
 class TableCode:
@@ -116,3 +85,19 @@ def sqnr(reference, value):
     """Signal to quantization noise in dB."""
     reference = reference.double()
     return 20 * math.log10(float(reference.norm() / (reference - value.double()).norm().clamp_min(1e-300)))
+
+
+@st.composite
+def rows(draw, low, high, size=33):
+    """(1, size) fp32 whose largest magnitude is between 2**low and 2**high: heavy tails, ties and zeros too."""
+    peak = 2.0 ** draw(st.floats(low, high))
+    seed = draw(st.integers(0, 2**31))
+    sigma = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    picked = draw(st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=size - 1))
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(size, generator=generator) * torch.exp(sigma * torch.randn(size, generator=generator))
+    row = noise / noise.abs().max()
+    row[: len(picked)] = torch.tensor(picked)
+    row[row.abs() < 2.0**-60] = 0
+    row[-1] = draw(st.sampled_from([-1.0, 1.0]))
+    return (row.double() * peak).float().clamp(-(2.0**high), 2.0**high).unsqueeze(0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from qsub import Blockwise8bitTensor, Int8RowwiseTensor
+from qsub import Blockwise8bitTensor
 from qsub.optim import Adam8bit, AdamW8bit
 
 BACKENDS = ["eager", pytest.param("compile", marks=pytest.mark.slow)]
@@ -105,7 +105,8 @@ def test_every_float_dtype_follows_torch_in_fp32(dtype, state_bits):
     assert param.dtype == dtype
     half_ulp = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) * 1.6 / 2
     state_error = 0.25 * lr * n if state_bits == 8 else 1e-6
-    assert (param.double() - expected.double()).abs().max() <= n * half_ulp + state_error
+    bound = n * half_ulp + state_error
+    assert (param.double() - expected.double()).abs().max() <= bound < (expected - value).abs().max()
     moments = [opt.state[param][key] for key in ("exp_avg", "exp_avg_sq")]
     assert all(isinstance(m, Blockwise8bitTensor) == (state_bits == 8) and m.dtype == torch.float32 for m in moments)
 
@@ -255,83 +256,46 @@ def test_seed_changes_the_rounding_and_nothing_else():
         assert (codes[0].int() - other.int()).abs().max() <= 4  # each of 4 roundings may differ by one code
 
 
-# ---- bf16 and stochastic rounding ----
+def test_random_bits_do_not_repeat_within_a_large_parameter():
+    """2**20 equal elements: whatever pieces a backend works in, the rounding of one is not that of another."""
+    param = nn.Parameter(torch.ones(1 << 20))
+    opt = AdamW8bit([param], backend="eager")
+    param.grad = torch.full((1 << 20,), 0.7)
+    opt.step()
+    codes = opt.state[param]["exp_avg_sq"].codes
+    for period in (1 << 19, 1 << 18, 1 << 16, 64):
+        assert (codes[:-period] != codes[period:]).float().mean() > 0.1, period
 
 
-@pytest.mark.parametrize("state_bits", [8, 32])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_stochastic_round_moves_bf16_on_updates_far_under_one_ulp(sign, state_bits):
-    """1,000 updates of 1/256 ulp: to nearest nothing moves; stochastically the mean does, by the sum, unbiased.
-
-    A parameter moves k ulps with k about Poisson(3.9), so the mean of n = 4096 is within 5 * sqrt(3.9 / n) ulps.
-    """
-    ulp, steps_, n = 2.0**-7, 1000, 4096
-    lr = ulp / 256
-    moved = {}
-    for stochastic in (False, True):
-        param = nn.Parameter(torch.full((64, n // 64), sign * 1.5, dtype=torch.bfloat16))
-        opt = AdamW8bit(
-            [param], lr=lr, weight_decay=0, stochastic_round=stochastic, backend="eager", state_bits=state_bits
-        )
-        param.grad = torch.full_like(param, -1.0)
-        for _ in range(steps_):
-            opt.step()
-        moved[stochastic] = (param.double() - sign * 1.5).mean().item() / ulp
-    total = steps_ / 256  # constant gradients: each update is lr
-    assert moved[False] == 0
-    assert abs(moved[True] - total) < 5 * (total / n) ** 0.5 + 0.01 * total  # 1%: the code's error of a constant
-
-
-@pytest.mark.parametrize("numel", [100, 4096])
-def test_stochastic_round_keeps_what_bf16_holds_and_what_is_not_finite(numel):
-    values = torch.tensor([0.0, -0.0, 1.0, -3.5, 1e-38, 3.3e38, float("inf"), float("-inf"), float("nan")])
-    param = nn.Parameter(values.repeat(numel // 9 + 1)[:numel].to(torch.bfloat16))
-    before = param.detach().clone()
-    opt = AdamW8bit([param], lr=0.0, weight_decay=0, stochastic_round=True, backend="eager")
+def test_a_state_that_no_longer_fits_is_refused():
+    """Whatever changed its parameter or its options: before anything is touched."""
+    param = nn.Parameter(torch.ones(80, 64))
+    opt = AdamW8bit([param], backend="eager")
     steps(opt, [param])
-    assert torch.equal(param.nan_to_num(7.0), before.nan_to_num(7.0))
+    before = param.detach().clone()
+    opt.param_groups[0]["block_size"] = 32
+    with pytest.raises(ValueError, match="has blocks of 64, its group asks for block_size=32"):
+        opt.step()
+    assert torch.equal(param, before) and opt.state[param]["step"] == 3
+    opt.load_state_dict(opt.state_dict())  # the remedy that the error names
+    opt.step()
+    assert opt.state[param]["exp_avg"].block_size == 32 and opt.state[param]["step"] == 4
+    param.data, param.grad = torch.ones(90, 64), torch.ones(90, 64)
+    with pytest.raises(ValueError, match="Make a new optimizer"):
+        opt.step()
 
 
-# ---- Trainable int8 weights ----
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_trainable_int8_weight_is_trained(backend):
-    torch.manual_seed(1)
-    x, target = torch.randn(256, 64), torch.randn(64, 64) / 8
-    weight = nn.Parameter(Int8RowwiseTensor.from_float(torch.randn(64, 64) / 8), requires_grad=True)
-    floating = nn.Parameter(weight.dequantize().detach())
-    opt = AdamW8bit([weight], lr=1e-2, weight_decay=0, backend=backend)
-    ref = torch.optim.AdamW([floating], lr=1e-2, weight_decay=0)
-    losses = []
-    for _ in range(100):
-        row = []
-        for w, o in ((weight, opt), (floating, ref)):
-            loss = (torch.nn.functional.linear(x, w) - x @ target.t()).square().mean()
-            o.zero_grad()
-            loss.backward()
-            o.step()
-            row.append(loss.item())
-        losses.append(row)
-    assert isinstance(weight, Int8RowwiseTensor) and weight.grad is not None
-    assert losses[-1][0] < 0.1 * losses[0][0] and losses[-1][0] < losses[-1][1] + 0.02 * losses[0][1]
-
-
-def test_int8_weights_are_written_back_without_bias_and_reproducibly():
-    """Updates of 1/50 of a code: to nearest none would move; the mean moves by their sum."""
-    runs = []
-    for seed in (0, 0, 1):
-        value = torch.full((64, 65), 0.25)
-        value[:, 0] = 1.0  # keeps the row's scale at 1: a code is 1/127
-        weight = nn.Parameter(Int8RowwiseTensor.from_float(value), requires_grad=True)
-        start = weight.dequantize().double()
-        opt = AdamW8bit([weight], lr=1 / 127 / 50, weight_decay=0, backend="eager", seed=seed)
-        weight.grad = torch.ones(64, 65)
-        weight.grad[:, 0] = 0.0
-        for _ in range(100):
-            opt.step()
-        runs.append((weight.int_data.clone(), (start - weight.dequantize())[:, 1:].mean().item() * 127))
-    assert torch.equal(runs[0][0], runs[1][0]) and not torch.equal(runs[0][0], runs[2][0])
-    # Each element moves by 2 codes on average with a variance under 2: 4096 of them, 5 standard deviations, and
-    # the code's error of a constant gradient
-    assert all(abs(mean - 2) < 5 * (2 / 4096) ** 0.5 + 0.02 for _, mean in runs)
+def test_default_dtype_does_not_matter():
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            param = nn.Parameter(torch.ones(80, 64, dtype=torch.float32))
+            opt = AdamW8bit([param], backend="eager")
+            for i in range(3):
+                param.grad = torch.sin(torch.arange(80 * 64, dtype=torch.float32) * (i + 1)).view(80, 64)
+                opt.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(param)
+    assert torch.equal(*results)

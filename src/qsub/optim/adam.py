@@ -11,11 +11,21 @@ from qsub.optim.compiled import resolve_backend, run_step
 from qsub.optim.hyper import HyperTensor
 from qsub.optim.options import check_keys, check_options, check_param
 from qsub.optim.step import SKIP
+from qsub.tensors import codes
 from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
 from qsub.tensors.rowwise import Int8RowwiseTensor
 from qsub.tensors.state_codes import random_bits
 
 _WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
+
+
+def _storable(value: Tensor, weight: Int8RowwiseTensor) -> Tensor:
+    """New value of an int8 weight as far as its row code holds it: one NaN or Inf would spoil the whole row.
+
+    An element that is NaN keeps its old value; magnitudes over 65504 become that.
+    """
+    value = torch.where(value.isnan(), weight.dequantize(torch.float32), value)
+    return value.clamp(-codes.FP16_MAX, codes.FP16_MAX)
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -223,6 +233,7 @@ class Adam8bit(torch.optim.Optimizer):
     def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
         """One parameter with backend "eager" or "compile"."""
         state = self._init_state(group, param)
+        states.check_form(param, group, state)
         found_inf = getattr(self, "found_inf", None)
         count = state["step"]
         count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
@@ -267,7 +278,7 @@ class Adam8bit(torch.optim.Optimizer):
         start = torch.zeros((), dtype=torch.int64, device=value.device)
         bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
         before = weight.int_data.clone(), weight.scale.clone()
-        weight.requantize_(value, noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+        weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
         skipped = hyper.tensor[SKIP] != 0
         weight.int_data.copy_(torch.where(skipped, before[0], weight.int_data))
         weight.scale.copy_(torch.where(skipped, before[1], weight.scale))

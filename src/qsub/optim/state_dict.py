@@ -43,6 +43,19 @@ def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
     return torch.zeros(param.shape, dtype=torch.float32, device=param.device)
 
 
+def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    """ValueError where `state` doesn't fit its parameter, or the block size of its group, any more."""
+    moment = state["exp_avg"]
+    where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
+    if moment.shape != param.shape:
+        raise ValueError(f"{where} has shape {tuple(moment.shape)}: the parameter was changed. Make a new optimizer.")
+    if isinstance(moment, Blockwise8bitTensor) and moment.block_size != group["block_size"]:
+        raise ValueError(
+            f"{where} has blocks of {moment.block_size}, its group asks for block_size={group['block_size']}. "
+            "Load the state with load_state_dict to encode it anew."
+        )
+
+
 def _moment(saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: str, where: str) -> Tensor:
     """A copy of a saved moment in the form that `group` asks for."""
     value = saved[key]
