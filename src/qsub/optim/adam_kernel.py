@@ -167,13 +167,8 @@ def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED: tl.cons
         param = param * decay
     else:
         grad = grad + decay * param
-<<<<<<< HEAD
     exp_avg = beta1 * exp_avg + rate1 * grad
     exp_avg_sq = beta2 * exp_avg_sq + (rate2 * grad) * grad
-=======
-    exp_avg = tl.load(hyper + _BETA1) * exp_avg + tl.load(hyper + _ONE_MINUS_BETA1) * grad
-    exp_avg_sq = tl.load(hyper + _BETA2) * exp_avg_sq + tl.load(hyper + _ONE_MINUS_BETA2) * (grad * grad)
->>>>>>> main
     second = exp_avg_sq
     if AMSGRAD:
         # a comparison, not max: NaN spreads as in torch.maximum
