@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qsub.optim import adam_kernel as kernel
 from qsub.optim.hyper import upload
-from qsub.optim.state_dict import moment_keys
+from qsub.optim.state_dict import check_form, moment_keys
 from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
@@ -69,21 +69,12 @@ def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, a
     scales = [moment.scale for moment in moments] if is_8bit else []
     if not all(tensor.is_contiguous() and tensor.device == param.device for tensor in (*values, *scales)):
         raise ValueError(f"{where} must be contiguous and on that device. Load it with load_state_dict.")
-    if moments[0].shape != param.shape:
-        raise ValueError(
-            f"{where} has shape {tuple(moments[0].shape)}: the parameter was changed. Make a new optimizer."
-        )
     aligned = aligned and not any(tensor.data_ptr() & 15 for tensor in values)
     count = param.numel()
     if not is_8bit:
         wide = aligned and count >= _ALIGNED_FLOAT and count % 16 == 0
         layout = kernel.FLOAT.value if wide else kernel.FLOAT_RAGGED.value
         return _Row(layout, count, 1, count, -(-count // (blocks * block_size)), values)
-    if any(moment.block_size != block_size for moment in moments):
-        raise ValueError(
-            f"{where} has blocks of {moments[0].block_size}, its group asks for block_size={block_size}. "
-            "Load the state with load_state_dict to encode it anew."
-        )
     length, total = row_shape(param.shape)[1], scales[0].numel() // 2
     chunks = -(-total // blocks)
     if length % block_size == 0 and aligned:
@@ -152,6 +143,8 @@ class Plan:
         self._options = _options(group)
         keys, block_size = moment_keys(group), group["block_size"]
         self.blocks = max(1, _TILE // block_size)
+        for param, state in zip(params, states, strict=True):
+            check_form(param, group, state)
         rows = [
             _describe(param, [state[key] for key in keys], block_size, self.blocks, id(param) not in unaligned)
             for param, state in zip(params, states, strict=True)

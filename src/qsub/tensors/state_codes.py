@@ -157,7 +157,7 @@ def random_bits(seed: Tensor, step: Tensor, first_block: Tensor, blocks: int, bl
         block_size: elements per block.
 
     Returns:
-        (blocks, block_size) int32.
+        (blocks, block_size) int32; the lowest 7 bits are not quite independent between neighbours.
     """
     salt = mix(seed ^ mix(step >> _WINDOW))
     place = (torch.arange(blocks, device=seed.device) + first_block) * block_size  # (blocks,) int64
