@@ -3,6 +3,10 @@
 A tile is (blocks, block_size). Exponents and numbers of codes per octave are (blocks,) int32.
 """
 
+# What Triton's functions take and return is the compiler's matter, not that of a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
+
 import triton
 import triton.language as tl
 

@@ -213,31 +213,20 @@ def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dic
 
 def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTensor) -> None:
     count = len(plan.ids)
+    decoupled, block_size = group["decoupled_weight_decay"], group["block_size"]
+    prepare: dict[str, Any] = {"LANES": _LANES, "DECOUPLED": decoupled, "num_warps": 4}
     kernel.prepare_kernel[(triton.cdiv(count, _LANES),)](
-        pointers,
-        plan.steps,
-        plan.scalars,
-        hyper.tensor,
-        hyper.seed,
-        count,
-        LANES=_LANES,
-        DECOUPLED=group["decoupled_weight_decay"],
-        num_warps=4,
-        **_LAUNCH,
+        pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, **prepare, **_LAUNCH
     )
-    block_size: int = group["block_size"]
-    kernel.adam_kernel[(plan.programs.shape[0] * PROGRAMS,)](
-        plan.programs,
-        plan.table,
-        pointers,
-        plan.scalars,
-        KINDS=plan.kinds,
-        BLOCK_SIZE=block_size,
-        BLOCKS=plan.blocks,
-        PROGRAMS=PROGRAMS,
-        DECOUPLED=group["decoupled_weight_decay"],
-        AMSGRAD=group["amsgrad"],
-        STOCHASTIC=group["stochastic_round"],
-        num_warps=max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP),
-        **_LAUNCH,
-    )
+    constants: dict[str, Any] = {
+        "KINDS": plan.kinds,
+        "BLOCK_SIZE": block_size,
+        "BLOCKS": plan.blocks,
+        "PROGRAMS": PROGRAMS,
+        "DECOUPLED": decoupled,
+        "AMSGRAD": group["amsgrad"],
+        "STOCHASTIC": group["stochastic_round"],
+        "num_warps": max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP),
+    }
+    grid = (plan.programs.shape[0] * PROGRAMS,)
+    kernel.adam_kernel[grid](plan.programs, plan.table, pointers, plan.scalars, **constants, **_LAUNCH)
