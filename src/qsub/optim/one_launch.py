@@ -16,6 +16,7 @@ from torch import Tensor
 from qsub.optim import adam_kernel as kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
+from qsub.optim.scalars_kernel import prepare_kernel
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 __all__ = ["OneLaunch", "check_device", "takes"]
@@ -215,7 +216,7 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
     count = len(plan.ids)
     decoupled, block_size = group["decoupled_weight_decay"], group["block_size"]
     prepare: dict[str, Any] = {"LANES": _LANES, "DECOUPLED": decoupled, "num_warps": 4}
-    kernel.prepare_kernel[(triton.cdiv(count, _LANES),)](
+    prepare_kernel[(triton.cdiv(count, _LANES),)](
         pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, **prepare, **_LAUNCH
     )
     constants: dict[str, Any] = {

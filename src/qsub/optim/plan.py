@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qsub.optim import adam_kernel as kernel
 from qsub.optim.hyper import upload
+from qsub.optim.scalars_kernel import N_SCALARS
 from qsub.optim.state_dict import check_form, moment_keys
 from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
 from qsub.tensors.rowwise import Int8RowwiseTensor
@@ -169,7 +170,7 @@ class Plan:
         programs = _program_map([row.chunks for row in rows])
         self.programs = torch.empty_like(programs, device=device)
         upload(self.programs, programs)
-        self.scalars = torch.empty(len(rows), kernel.N_SCALARS.value, dtype=torch.int32, device=device)
+        self.scalars = torch.empty(len(rows), N_SCALARS.value, dtype=torch.int32, device=device)
         self.pointers = torch.empty(len(rows), 2, dtype=torch.int64, device=device)
         self.uploaded: list[int] = []  # what `pointers` holds: address of parameter, of gradient, of the next ...
         self.pinned: Tensor | None = None  # for a capture, during which none can be allocated
