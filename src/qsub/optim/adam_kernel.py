@@ -126,46 +126,45 @@ def _step_8bit(
     second_ptr = _pointer(row + (MOMENT + 1), tl.uint8, ALIGNED)
     first_scale_ptr = _pointer(row + SCALE, tl.uint16, False)
     second_scale_ptr = _pointer(row + (SCALE + 1), tl.uint16, False)
+    # All scalars are loaded ahead of the data: a load among the arithmetic would be waited for by itself.
     length = tl.load(row + LENGTH)
-
-    start = chunk.to(tl.int64) * BLOCKS  # block
+    block_count = tl.load(row + BLOCK_COUNT)
+    first_block = tl.load(row + FIRST_BLOCK)
+    row_blocks = tl.load(row + ROW_BLOCKS).to(tl.int32)
+    if LAYOUT == ROWS:
+        length = tl.multiple_of(length, 16)
+    if AMSGRAD:
+        largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
+        largest_scale_ptr = _pointer(row + (SCALE + 2), tl.uint16, False)
     number = tl.arange(0, BLOCKS)
     lane = tl.arange(0, BLOCK_SIZE)[None, :]
-    exists = number < (tl.load(row + BLOCK_COUNT) - start).to(tl.int32)
+    start = chunk.to(tl.int64) * BLOCKS  # block
+    exists = number < (block_count - start).to(tl.int32)
+    origin = start * 0
     if LAYOUT == FLAT:
         origin = start * BLOCK_SIZE
         inner = number[:, None] * BLOCK_SIZE + lane
         left = tl.multiple_of(tl.minimum(length - origin, BLOCKS * BLOCK_SIZE).to(tl.int32), 16)
         mask = inner < left
-        param_ptr += origin
-        grad_ptr += origin
-        first_ptr += origin
-        second_ptr += origin
     else:
-        row_blocks = tl.load(row + ROW_BLOCKS).to(tl.int32)
         block = start.to(tl.int32) + number
         row_number = block // row_blocks
         column = (block - row_number * row_blocks).to(tl.int64) * BLOCK_SIZE
         left = tl.minimum(length - column, BLOCK_SIZE).to(tl.int32)
         if LAYOUT == ROWS:
-            length = tl.multiple_of(length, 16)
             left = tl.multiple_of(left, 16)
         inner = (row_number.to(tl.int64) * length + column)[:, None] + lane
         mask = (lane < left[:, None]) & exists[:, None]
 
-    param = tl.load(param_ptr + inner, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + inner, mask=mask, other=0.0).to(tl.float32)
-    first_codes = tl.load(first_ptr + inner, mask=mask, other=0).to(tl.int32)
-    second_codes = tl.load(second_ptr + inner, mask=mask, other=0).to(tl.int32)
+    param = tl.load(param_ptr + origin + inner, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + origin + inner, mask=mask, other=0.0).to(tl.float32)
+    first_codes = tl.load(first_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
+    second_codes = tl.load(second_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
     first_low, first_density = load_scale(first_scale_ptr + start + number, exists)
     second_low, second_density = load_scale(second_scale_ptr + start + number, exists)
     largest = param
     if AMSGRAD:
-        largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
-        largest_scale_ptr = _pointer(row + (SCALE + 2), tl.uint16, False)
-        if LAYOUT == FLAT:
-            largest_ptr += start * BLOCK_SIZE
-        largest_codes = tl.load(largest_ptr + inner, mask=mask, other=0).to(tl.int32)
+        largest_codes = tl.load(largest_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
         largest_low, largest_density = load_scale(largest_scale_ptr + start + number, exists)
         largest = decode_exp_avg_sq(largest_codes, largest_low, largest_density)
 
@@ -173,9 +172,9 @@ def _step_8bit(
     exp_avg_sq = decode_exp_avg_sq(second_codes, second_low, second_density)
     param, exp_avg, exp_avg_sq, largest = _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD)
 
-    place = ((tl.load(row + FIRST_BLOCK) + start) + number) * BLOCK_SIZE
+    place = ((first_block + start) + number) * BLOCK_SIZE
     bits = random_bits(scalars[8], scalars[9], place[:, None], lane)
-    _store_param(param_ptr + inner, param, bits, mask, PARAM, STOCHASTIC)
+    _store_param(param_ptr + origin + inner, param, bits, mask, PARAM, STOCHASTIC)
 
     # An element whose v is not finite restarts from zero state. One look at the largest exponent of all spares the
     # usual case a test of each element.
@@ -188,15 +187,15 @@ def _step_8bit(
             largest = tl.where(finite, largest, 0.0)
         low, high = exponent_range(exp_avg_sq)
     codes, knee, density = encode_exp_avg(exp_avg, low, bits & 0x7FFFFF)
-    tl.store(first_ptr + inner, codes, mask=mask)
+    tl.store(first_ptr + origin + inner, codes, mask=mask)
     store_scale(first_scale_ptr + start + number, knee, density, exists)
     codes, low, density = encode_exp_avg_sq(exp_avg_sq, low, high, (bits >> 9) & 0x7FFFFF)
-    tl.store(second_ptr + inner, codes, mask=mask)
+    tl.store(second_ptr + origin + inner, codes, mask=mask)
     store_scale(second_scale_ptr + start + number, low, density, exists)
     if AMSGRAD:
         low, high = exponent_range(largest)
         codes, low, density = encode_exp_avg_sq(largest, low, high, HALF)
-        tl.store(largest_ptr + inner, codes, mask=mask)
+        tl.store(largest_ptr + origin + inner, codes, mask=mask)
         store_scale(largest_scale_ptr + start + number, low, density, exists)
 
 
