@@ -4,7 +4,7 @@ What each case uses, fastest first (4096 x 4096, benchmarks/results has the time
 
 | mode | rows | product |
 |---|---|---|
-| weight only | up to `_DIGIT_ROWS` | rows of x as three int8 digits each, int8 x int8 one row at a time: W is read as it is stored |
+| weight only | up to `_DIGIT_ROWS` | rows of x as three int8 digits each, int8 x int8 one row at a time |
 | weight only | more | W dequantized piece by piece into a buffer that stays in cache, then the float product |
 | int8 activations | up to `_GEMV_ROWS` | int8 x int8 one row at a time |
 | int8 activations | more | int8 x int8 |
@@ -24,6 +24,7 @@ from qsub.linear.reference import MAX_INT32_TERMS, QMAX
 
 _GEMV_ROWS = 16
 _DIGIT_ROWS = 8
+_DIGIT_WEIGHTS = 1 << 18  # elements of W: for fewer, converting them costs less than splitting x
 _DIGITS = 3
 _DIGIT_BASE = 2 * QMAX  # a remainder of half a step is the next digit's full range
 _PIECE = 1 << 20  # elements of W dequantized at a time: 4 MiB of fp32
@@ -58,7 +59,8 @@ def int8_mm(
         return reference.int8_activation_mm(x, int_data, scale, bias, outlier_threshold, int_product)
     if x.dtype == torch.float64:
         return reference.int8_mm(x, int_data, scale, bias)
-    if x.shape[0] <= _DIGIT_ROWS and _can_multiply_codes(x.shape[1]):
+    few_rows = x.shape[0] <= _DIGIT_ROWS and int_data.numel() >= _DIGIT_WEIGHTS
+    if few_rows and _can_multiply_codes(x.shape[1]):
         return _digit_mm(x, int_data, scale, bias)
     return _piecewise_mm(x, int_data, scale, bias)
 
@@ -132,7 +134,7 @@ def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -
 
 
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype that the float product of an input of `dtype` runs in: torch's fp16 product on CPU is slower than fp32's."""
+    """Dtype that the float product of an input of `dtype` runs in: fp16 products on CPU are slower than fp32 ones."""
     return torch.float32 if dtype == torch.float16 or (dtype == torch.bfloat16 and not _has_bf16_product()) else dtype
 
 

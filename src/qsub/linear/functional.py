@@ -108,7 +108,7 @@ def int8_linear(
 
 
 def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float weight (N, K) in `dtype` from codes (N, K) and row magnitudes (N,): `int_data * scale / 127`, rounded once."""
+    """Float weight (N, K) in `dtype` from codes (N, K) and row magnitudes (N,): `int_data * scale / 127`."""
     return dequantize_rowwise(int_data, scale, dtype)
 
 

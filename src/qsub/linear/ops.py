@@ -158,7 +158,8 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, backwar
         int_data: (N, K) int8 codes of W.
         scale: (N,) row magnitudes of W, fp16.
         backward: "int8" to quantize the rows of `grad * scale` and multiply int8 x int8 (SwitchBack,
-            arXiv 2304.13013): an error of about 1% of the gradient's norm (SQNR near 40 dB). None for the float product.
+            arXiv 2304.13013): an error of about 1% of the gradient's norm (SQNR near 40 dB). None for the float
+            product.
 
     Returns:
         (M, K) in the dtype of `grad`.
