@@ -66,7 +66,7 @@ def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
         `index` (C,), the columns of largest magnitude with C = min(OUTLIER_COLUMNS, K), and `is_outlier` (C,) bool:
         which of them exceed the threshold. Outlier columns past the C largest are not listed: they stay in int8.
     """
-    largest = x.abs().amax(dim=0)  # (K,)
+    largest = x.abs().amax(dim=0).to(accumulation_dtype(x.dtype))  # (K,)
     top = largest.topk(min(OUTLIER_COLUMNS, x.shape[1]))
     return top.indices, top.values > threshold
 
