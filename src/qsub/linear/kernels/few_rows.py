@@ -76,7 +76,7 @@ def gemv_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def few_rows_kernel(
     x,
     int_data,

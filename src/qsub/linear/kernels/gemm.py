@@ -65,19 +65,17 @@ def _finish(
     factor = tl.load(row_scale + rows, mask=row_inside, other=0.0) * (1.0 / 127.0)
     if SCALE:
         column_factor = tl.load(scale + columns, mask=column_inside, other=0.0).to(tl.float32) * (1.0 / 127.0)
+    if OUTLIERS > 0:
+        slot = tl.arange(0, OUTLIERS)
+        pa = a_outlier + rows.to(tl.int64)[:, None] * OUTLIERS + slot[None, :]
+        pb = b_outlier + columns.to(tl.int64)[None, :] * OUTLIERS + slot[:, None]
+        a = tl.load(pa, mask=row_inside[:, None], other=0.0)
+        b = tl.load(pb, mask=column_inside[None, :], other=0.0)
+        # Accumulating on top of the rescaled sums keeps one tile in registers, not two.
+        result = tl.dot(a, b, result * factor[:, None], input_precision="ieee") * column_factor[None, :]
+    elif SCALE:
         # The scale of W first: it is at most 65504, so nothing overflows before the result itself does.
         result = (result * column_factor[None, :]) * factor[:, None]
-        if OUTLIERS > 0:
-            slot = tl.arange(0, OUTLIERS)
-            a = tl.load(
-                a_outlier + rows.to(tl.int64)[:, None] * OUTLIERS + slot[None, :], mask=row_inside[:, None], other=0.0
-            )
-            b = tl.load(
-                b_outlier + columns.to(tl.int64)[None, :] * OUTLIERS + slot[:, None],
-                mask=column_inside[None, :],
-                other=0.0,
-            )
-            result += tl.dot(a, b, input_precision="ieee") * column_factor[None, :]
     else:
         result = result * factor[:, None]
     if BIAS:
@@ -89,7 +87,7 @@ def _finish(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int8_gemm_kernel(
     a,
     b,
@@ -134,7 +132,7 @@ def int8_gemm_kernel(
     _finish(acc, out, row_scale, scale, bias, a_outlier, b_outlier, rows, columns, M, N, SCALE, BIAS, OUTLIERS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int8_gemm_tma_kernel(
     a,
     b,

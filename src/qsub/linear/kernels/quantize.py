@@ -109,7 +109,7 @@ def quantize_rows(x: Tensor, fold: Tensor | None = None, outliers: "Outliers | N
     return codes, row_scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "ROWS"])
 def column_magnitude_kernel(x, largest, M, K, stride_xm, ROWS, BM: tl.constexpr, BK: tl.constexpr):
     """Bits of the largest magnitude of each column over ROWS rows, combined across programs by an atomic maximum."""
     columns = tl.program_id(0) * BK + tl.arange(0, BK)
