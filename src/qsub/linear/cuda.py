@@ -10,8 +10,6 @@ from qsub.linear import reference
 from qsub.linear.reference import MAX_INT32_TERMS
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FEW_ROWS = 64
-_FEW_ROWS_INT8 = 16
 
 
 @functools.cache
@@ -45,7 +43,7 @@ def int8_mm(
         return reference.int8_mm(
             x, int_data, scale, bias, int8_activations=int8_activations, outlier_threshold=outlier_threshold
         )
-    from qsub.linear.kernels import few_rows, gemm, quantize
+    from qsub.linear.kernels import digits, few_rows, gemm, gemv, quantize
 
     x, int_data = _rows_contiguous(x), _rows_contiguous(int_data)
     rows = x.shape[0]
@@ -54,13 +52,15 @@ def int8_mm(
         codes, row_scale = quantize.quantize_rows(x, outliers=outliers)
         return gemm.int8_gemm(codes, int_data, row_scale, scale, bias, x.dtype, outliers)
     if rows == 1:
-        return few_rows.gemv(x, int_data, scale, bias, int8_activations)
-    tensor_core = x.dtype != torch.float32
-    if rows <= (_FEW_ROWS_INT8 if int8_activations else _FEW_ROWS) and (tensor_core or int8_activations):
-        return few_rows.few_rows(x, int_data, scale, bias, int8_activations)
+        return gemv.gemv(x, int_data, scale, bias, int8_activations)
     if int8_activations:
         codes, row_scale = quantize.quantize_rows(x)
         return gemm.int8_gemm(codes, int_data, row_scale, scale, bias, x.dtype)
+    if rows <= few_rows.MOST_ROWS and x.dtype != torch.float32:
+        return few_rows.few_rows(x, int_data, scale, bias)
+    if rows <= digits.MOST_ROWS and x.dtype == torch.bfloat16 and x.shape[1] <= digits.LARGEST_ROW:
+        if x.shape[1] % 16 == 0 and gemm.takes_descriptor(int_data):
+            return digits.digit_mm(x, int_data, scale, bias)
     return _dequantized_mm(x, int_data, scale, bias)
 
 

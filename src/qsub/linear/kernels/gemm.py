@@ -12,27 +12,27 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsub.linear.kernels.launch import launch
+from qsub.linear.kernels.launch import has_tensor_copies, launch, multiprocessors
 from qsub.linear.kernels.quantize import Outliers
 from qsub.linear.reference import OUTLIER_COLUMNS
 
 
 class Tile(NamedTuple):
-    """Launch parameters: output rows and columns of a program, depth of a step, pipeline stages, warps, row group."""
+    """Launch parameters: output rows and columns of a program, depth of a step, pipeline stages, warps."""
 
     bm: int
     bn: int
     bk: int
     stages: int
     warps: int
-    group: int = 8
-    tma: bool = False
 
 
 @triton.jit
-def _tile_of_program(program, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    """Row and column of a program's tile: GROUP rows of tiles at a time, so that operands are reused in L2."""
+def _tile_of_program(program, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """Row and column of a tile: 8 rows of tiles at a time, so that operands are reused in L2."""
+    GROUP: tl.constexpr = 8
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     group = program // (GROUP * tiles_n)
@@ -42,9 +42,8 @@ def _tile_of_program(program, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: t
 
 
 @triton.jit
-def _finish(
+def _rescale(
     acc,
-    out,
     row_scale,
     scale,
     bias,
@@ -58,7 +57,7 @@ def _finish(
     BIAS: tl.constexpr,
     OUTLIERS: tl.constexpr,
 ):
-    """Rescale one tile of int32 sums and store it."""
+    """Results in fp32 of one tile of int32 sums."""
     row_inside = rows < M
     column_inside = columns < N
     result = acc.to(tl.float32)
@@ -80,15 +79,11 @@ def _finish(
         result = result * factor[:, None]
     if BIAS:
         result += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out + rows.to(tl.int64)[:, None] * N + columns[None, :],
-        result.to(out.dtype.element_ty),
-        mask=row_inside[:, None] & column_inside[None, :],
-    )
+    return result
 
 
 @triton.jit(do_not_specialize=["M"])
-def int8_gemm_kernel(
+def pointer_kernel(
     a,
     b,
     out,
@@ -104,14 +99,13 @@ def int8_gemm_kernel(
     SCALE: tl.constexpr,
     BIAS: tl.constexpr,
     OUTLIERS: tl.constexpr,
-    EVEN_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
-    """One program per tile, operands through pointers."""
-    tile_m, tile_n = _tile_of_program(tl.program_id(0), M, N, BM, BN, GROUP)
+    """One program per tile, operands through pointers: any alignment, any device."""
+    tile_m, tile_n = _tile_of_program(tl.program_id(0), M, N, BM, BN)
     rows = tile_m * BM + tl.arange(0, BM)
     columns = tile_n * BN + tl.arange(0, BN)
     depth = tl.arange(0, BK)
@@ -129,11 +123,13 @@ def int8_gemm_kernel(
             acc = tl.dot(codes_a, codes_b, acc, out_dtype=tl.int32)
         pa += BK
         pb += BK
-    _finish(acc, out, row_scale, scale, bias, a_outlier, b_outlier, rows, columns, M, N, SCALE, BIAS, OUTLIERS)
+    result = _rescale(acc, row_scale, scale, bias, a_outlier, b_outlier, rows, columns, M, N, SCALE, BIAS, OUTLIERS)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
-def int8_gemm_tma_kernel(
+def descriptor_kernel(
     a,
     b,
     out,
@@ -151,28 +147,60 @@ def int8_gemm_tma_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):
-    """One program per tile, operands through Hopper's bulk tensor copies: `a` and `b` are tensor descriptors."""
-    tile_m, tile_n = _tile_of_program(tl.program_id(0), M, N, BM, BN, GROUP)
-    acc = tl.zeros((BM, BN), dtype=tl.int32)
-    for start in range(0, K, BK):
-        codes_a = a.load([tile_m * BM, start])
-        codes_b = b.load([tile_n * BN, start])
-        acc = tl.dot(codes_a, codes_b.T, acc, out_dtype=tl.int32)
-    rows = tile_m * BM + tl.arange(0, BM)
-    columns = tile_n * BN + tl.arange(0, BN)
-    _finish(acc, out, row_scale, scale, bias, a_outlier, b_outlier, rows, columns, M, N, SCALE, BIAS, OUTLIERS)
+    """Tiles in turn, operands and result through bulk tensor copies: `a`, `b` and `out` are tensor descriptors.
+
+    Two programs share a multiprocessor, so that one multiplies while the other rescales and stores its tile, half by
+    half.
+    """
+    tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+        tile_m, tile_n = _tile_of_program(tile, M, N, BM, BN)
+        acc = tl.zeros((BM, BN), dtype=tl.int32)
+        for start in range(0, K, BK):
+            acc = tl.dot(a.load([tile_m * BM, start]), b.load([tile_n * BN, start]).T, acc, out_dtype=tl.int32)
+        rows = tile_m * BM + tl.arange(0, BM)
+        columns = tile_n * BN + tl.arange(0, BN // 2)
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        result = _rescale(
+            left, row_scale, scale, bias, a_outlier, b_outlier, rows, columns, M, N, SCALE, BIAS, OUTLIERS
+        )
+        out.store([tile_m * BM, tile_n * BN], result.to(out.dtype))
+        columns += BN // 2
+        result = _rescale(
+            right, row_scale, scale, bias, a_outlier, b_outlier, rows, columns, M, N, SCALE, BIAS, OUTLIERS
+        )
+        out.store([tile_m * BM, tile_n * BN + BN // 2], result.to(out.dtype))
 
 
-def _tile(m: int, n: int) -> Tile:
+def takes_descriptor(matrix: Tensor) -> bool:
+    """Whether a matrix with contiguous rows can be loaded by bulk tensor copies: 16-byte alignment throughout."""
+    row = matrix.stride(0) * matrix.element_size()
+    return has_tensor_copies(matrix.device) and matrix.data_ptr() % 16 == 0 and row % 16 == 0
+
+
+def _descriptor_tile(m: int, n: int, sms: int) -> Tile:
+    """The largest tile that still gives most multiprocessors one; for the largest, two programs share each."""
+
+    def tiles(bm: int, bn: int) -> int:
+        return triton.cdiv(m, bm) * triton.cdiv(n, bn)
+
+    if m > 64 and 2 * tiles(128, 128) >= 3 * sms:
+        return Tile(128, 128, 128, 3, 4)
+    if m <= 32:
+        return Tile(32, 64, 256, 5, 4)
+    if 5 * tiles(64, 128) >= 4 * sms:
+        return Tile(64, 128, 256, 4, 4) if tiles(64, 128) <= sms else Tile(64, 128, 128, 4, 4)
+    return Tile(64, 64, 256, 4, 4) if 5 * tiles(64, 64) >= 4 * sms else Tile(64, 32, 256, 5, 4)
+
+
+def _pointer_tile(m: int, n: int, device: torch.device) -> Tile:
+    if not has_tensor_copies(device):
+        return Tile(16, 64, 128, 3, 4) if m <= 16 else Tile(64, 64, 128, 3, 4) if m <= 256 else Tile(128, 128, 64, 3, 8)
     if m <= 16:
-        return Tile(16, 64, 256, 4, 4)
-    if m <= 64:
-        return Tile(64, 64, 128, 4, 4)
-    if m * n <= 512 * 4096:
-        return Tile(64, 128, 128, 4, 4)
-    return Tile(128, 256, 128, 3, 8)
+        return Tile(16, 64, 256, 4, 4) if n >= 8192 else Tile(16, 32, 512, 4, 4)
+    return Tile(64, 128, 128, 4, 4) if m <= 1024 else Tile(128, 256, 128, 3, 8)
 
 
 def int8_gemm(
@@ -183,7 +211,6 @@ def int8_gemm(
     bias: Tensor | None,
     dtype: torch.dtype,
     outliers: Outliers | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Rescaled product of codes, (M, K) x (N, K) -> (M, N) in `dtype`.
 
@@ -195,26 +222,26 @@ def int8_gemm(
         bias: (N,) any float dtype, or None.
         dtype: fp32, fp16 or bf16.
         outliers: float columns to add; needs `scale`.
-        tile: launch parameters in place of the table's.
     """
     (m, k), n = a.shape, b.shape[0]
-    tile = tile or _tile(m, n)
     out = torch.empty(m, n, device=a.device, dtype=dtype)
-    grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), 1, 1)
     a_outlier, b_outlier = (None, None) if outliers is None else (outliers.x, outliers.weight)
+    operands = (row_scale, scale, bias, a_outlier, b_outlier, m, n, k)
     modes = (scale is not None, bias is not None, 0 if outliers is None else OUTLIER_COLUMNS)
-    blocks = (tile.bm, tile.bn, tile.bk, tile.group)
-    operands = (out, row_scale, scale, bias, a_outlier, b_outlier, m, n, k)
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if tile.tma and k % 16 == 0 and b.stride(0) % 16 == 0 and b.data_ptr() % 16 == 0:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
+    if m > 16 and takes_descriptor(a) and takes_descriptor(b) and takes_descriptor(out):
+        sms = multiprocessors(a.device)
+        tile = _descriptor_tile(m, n, sms)
+        programs = min(triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), 2 * sms)
         descriptors = (
             TensorDescriptor(a, [m, k], [k, 1], [tile.bm, tile.bk]),
             TensorDescriptor(b, [n, k], [b.stride(0), 1], [tile.bn, tile.bk]),
+            TensorDescriptor(out, [m, n], [n, 1], [tile.bm, tile.bn // 2]),
         )
-        launch(int8_gemm_tma_kernel, grid, (*descriptors, *operands), (*modes, *blocks), **options)
-    else:
-        constants = (*modes, k % tile.bk == 0, *blocks)
-        launch(int8_gemm_kernel, grid, (a, b, *operands, b.stride(0)), constants, **options)
+        constants = (*modes, tile.bm, tile.bn, tile.bk, 2 * sms)
+        launch(descriptor_kernel, (programs, 1, 1), (*descriptors, *operands), constants, tile.warps, tile.stages)
+        return out
+    tile = _pointer_tile(m, n, a.device)
+    grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), 1, 1)
+    constants = (*modes, tile.bm, tile.bn, tile.bk, k % tile.bk == 0)
+    launch(pointer_kernel, grid, (a, b, out, *operands, b.stride(0)), constants, tile.warps, tile.stages)
     return out

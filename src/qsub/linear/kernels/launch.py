@@ -1,37 +1,56 @@
 """Kernel launches without Triton's per-call specialization of the arguments, which costs more than a small product."""
 
+import functools
+
 import torch
 import triton
-from torch import Tensor
 
 _compiled: dict[tuple, "triton.compiler.CompiledKernel"] = {}
 
 
-def _argument_class(argument):
-    """What Triton specializes a kernel on: alignment of pointers and integers, values of 1, and constants."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if type(argument) is int:
-        return 1 if argument == 1 else (argument % 16 == 0, argument >= 2**31)
-    return type(argument)
+def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tuple, warps: int, stages: int = 3) -> None:
+    """Run `kernel[grid](*arguments, *constants)` on the current device and stream.
 
-
-def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tuple, **options: int) -> None:
-    """Run `kernel[grid](*arguments, *constants, **options)`.
+    The compiled kernel is kept under what Triton specializes on: dtypes, alignment of pointers, and whether integers
+    are 1 or multiples of 16. A kernel's run-time integers are below 2**31.
 
     Args:
         kernel: a `triton.jit` function whose `tl.constexpr` parameters come last.
         grid: number of programs along three axes.
-        arguments: tensors, numbers or None, for the run-time parameters.
+        arguments: tensors, integers, tensor descriptors or None, for the run-time parameters.
         constants: values of the `tl.constexpr` parameters.
-        options: num_warps, num_stages.
+        warps: warps of a program.
+        stages: pipeline stages of its loops.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
-    key = (kernel, device, constants, tuple(options.items()), *map(_argument_class, arguments))
+    key = [kernel, constants, warps, stages]
+    device = -1
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            key.append(argument.dtype)
+            key.append(argument.data_ptr() % 16 == 0)
+            device = argument.device.index
+        elif type(argument) is int:
+            key.append(argument if argument == 1 else argument % 16 == 0 and 16)
+        else:
+            key.append(type(argument))
+    key.append(device)
+    key = tuple(key)
     compiled = _compiled.get(key)
     if compiled is not None:
         compiled[grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments, *constants, **options)
+    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
     if compiled is not None:  # None under Triton's interpreter
         _compiled[key] = compiled
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; 4 for a CPU tensor under Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def has_tensor_copies(device: torch.device) -> bool:
+    """Whether tiles can be loaded by Hopper's bulk tensor copies, which tensor descriptors compile to."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

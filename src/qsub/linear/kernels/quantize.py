@@ -105,7 +105,7 @@ def quantize_rows(x: Tensor, fold: Tensor | None = None, outliers: "Outliers | N
     if outliers is not None:
         arguments = (x, fold, outliers.mask, outliers.index, codes, row_scale, outliers.x, k, x.stride(0))
     constants = (fold is not None, 0 if outliers is None else OUTLIER_COLUMNS, k <= block, block)
-    launch(quantize_rows_kernel, (m, 1, 1), arguments, constants, num_warps=min(16, max(1, block // 1024)))
+    launch(quantize_rows_kernel, (m, 1, 1), arguments, constants, min(16, max(1, block // 1024)))
     return codes, row_scale
 
 
@@ -210,17 +210,15 @@ class Outliers:
         # Enough programs to fill the device, of 4 steps or more each.
         per_program = max(4 * rows, triton.cdiv(m * triton.cdiv(k, columns), 2048 * rows) * rows)
         grid = (triton.cdiv(k, columns), triton.cdiv(m, per_program), 1)
-        launch(
-            column_magnitude_kernel, grid, (x, largest, m, k, x.stride(0), per_program), (rows, columns), num_warps=4
-        )
+        launch(column_magnitude_kernel, grid, (x, largest, m, k, x.stride(0), per_program), (rows, columns), warps=4)
 
         self.index = torch.empty(OUTLIER_COLUMNS, device=x.device, dtype=torch.int32)
         self.mask = torch.empty(k, device=x.device, dtype=torch.int8)
         block = min(triton.next_power_of_2(k), _SELECT_BLOCK)
         arguments = (largest, _bits(threshold), self.index, self.mask, k)
-        launch(select_outliers_kernel, (1, 1, 1), arguments, (OUTLIER_COLUMNS, block), num_warps=8)
+        launch(select_outliers_kernel, (1, 1, 1), arguments, (OUTLIER_COLUMNS, block), 8)
 
         self.x = torch.empty(m, OUTLIER_COLUMNS, device=x.device, dtype=x.dtype)
         self.weight = torch.empty(n, OUTLIER_COLUMNS, device=x.device, dtype=x.dtype)
         arguments = (int_data, self.index, self.weight, n, int_data.stride(0))
-        launch(gather_weight_kernel, (triton.cdiv(n, 16), 1, 1), arguments, (16, OUTLIER_COLUMNS), num_warps=4)
+        launch(gather_weight_kernel, (triton.cdiv(n, 16), 1, 1), arguments, (16, OUTLIER_COLUMNS), 4)

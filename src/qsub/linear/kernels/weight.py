@@ -25,7 +25,7 @@ def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     block = min(triton.next_power_of_2(k), 4096)
     grid = (n, triton.cdiv(k, block), 1)
     arguments = (int_data, scale, out, k, int_data.stride(0))
-    launch(dequantize_kernel, grid, arguments, (block,), num_warps=min(8, max(1, block // 512)))
+    launch(dequantize_kernel, grid, arguments, (block,), min(8, max(1, block // 512)))
     return out
 
 
@@ -50,5 +50,5 @@ def transpose(int_data: Tensor) -> Tensor:
     n, k = int_data.shape
     out = torch.empty(k, n, device=int_data.device, dtype=torch.int8)
     grid = (triton.cdiv(n, 128), triton.cdiv(k, 128), 1)
-    launch(transpose_kernel, grid, (int_data, out, n, k, int_data.stride(0)), (128, 128), num_warps=4)
+    launch(transpose_kernel, grid, (int_data, out, n, k, int_data.stride(0)), (128, 128), 4)
     return out
