@@ -95,7 +95,7 @@ def int8_linear(
     if x.dim() == 0 or x.shape[-1] != int_data.shape[1]:
         raise ValueError(f"x must have shape (..., {int_data.shape[1]}) for this weight, got {tuple(x.shape)}")
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
 
     arguments = (x, int_data, scale, bias, activations is not None, outlier_threshold, backward is not None)

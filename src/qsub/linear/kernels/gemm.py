@@ -71,7 +71,7 @@ def _rescale(
         a = tl.load(pa, mask=row_inside[:, None], other=0.0)
         b = tl.load(pb, mask=column_inside[None, :], other=0.0)
         # Accumulating on top of the rescaled sums keeps one tile in registers, not two.
-        result = tl.dot(a, b, result * factor[:, None], input_precision="ieee") * column_factor[None, :]
+        result = tl.dot(a, b, result * factor[:, None], input_precision="tf32x3") * column_factor[None, :]
     elif SCALE:
         # The scale of W first: it is at most 65504, so nothing overflows before the result itself does.
         result = (result * column_factor[None, :]) * factor[:, None]
@@ -152,10 +152,11 @@ def descriptor_kernel(
     """Tiles in turn, operands and result through bulk tensor copies: `a`, `b` and `out` are tensor descriptors.
 
     Two programs share a multiprocessor, so that one multiplies while the other rescales and stores its tile, half by
-    half.
+    half. Loads of the next tile start early (`flatten`), but not with OUTLIERS: its operands would be loaded early too,
+    and leave no room for a second program.
     """
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=OUTLIERS == 0):
         tile_m, tile_n = _tile_of_program(tile, M, N, BM, BN)
         acc = tl.zeros((BM, BN), dtype=tl.int32)
         for start in range(0, K, BK):

@@ -1,0 +1,105 @@
+"""What all benchmarks share: machine record, percentiles, memory, copy rate, CSV and markdown."""
+
+import csv
+import importlib.metadata
+import pathlib
+import platform
+import resource
+import time
+from typing import Any
+
+import torch
+
+_PACKAGES = ("torch", "triton", "bitsandbytes", "torchao", "flashoptim", "torch-optimi", "transformers", "timm")
+
+
+def environment(device: str) -> dict[str, str]:
+    """Hardware and versions that the numbers belong to."""
+    gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
+    versions = []
+    for name in _PACKAGES:
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": gpu or f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "packages": "; ".join(versions),
+    }
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def percentiles(values: list[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    ordered = torch.tensor(sorted(values), dtype=torch.float64)
+    return tuple(float(ordered.quantile(share)) for share in (0.5, 0.2, 0.8))  # type: ignore[return-value]
+
+
+def copy_rate(device: str) -> float:
+    """GB/s of a large copy on the device, bytes read plus bytes written: the ceiling of memory-bound code."""
+    size = 1 << (30 if device.startswith("cuda") else 26)
+    source = torch.randn(size, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return 2 * source.nbytes / percentiles(times[3:])[0] / 1e9
+
+
+def reset_peak_memory(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: str) -> float:
+    """GiB: allocated on the GPU since the reset, or resident on the CPU since the process started."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def graph_count() -> int:
+    """Graphs that torch.compile has made in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def one_line(row: dict[str, Any]) -> str:
+    return "  ".join(f"{key}={_text(value)}" for key, value in row.items())
+
+
+def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any], device: str = "") -> None:
+    """Write `path`.csv, with the record of the machine in each row, and `path`.md, the table to read.
+
+    Args:
+        path: without suffix; folders are made.
+        rows: one dict each; columns are the union of their keys.
+        record: what holds for all rows, beside `environment`.
+        device: of the environment. Default: CUDA if there is one.
+    """
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    record = {**environment(device or ("cuda" if torch.cuda.is_available() else "cpu")), **record}
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    with open(f"{path}.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*columns, *record])
+        writer.writeheader()
+        writer.writerows({**row, **record} for row in rows)
+    lines = [", ".join(f"{key}: {value}" for key, value in record.items()), ""]
+    lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(_text(row.get(key, "")) for key in columns) + " |" for row in rows]
+    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
