@@ -81,9 +81,10 @@ def _can_multiply_codes(terms: int) -> bool:
 
 def int_product(a: Tensor, b: Tensor) -> Tensor:
     """Product of codes (M, K) @ (K, N): int32 and exact where the CPU has an int8 product, else fp32."""
-    if not _can_multiply_codes(a.shape[1]):
+    if not _can_multiply_codes(a.shape[1]) or min(b.shape) == 1:
         return reference.int_product(a, b)
-    # Plain strides, also for a single row: oneDNN's product misreads one whose row stride isn't its length.
+    # torch._int_mm misreads vectors whose strides are those of another layout (as t() leaves them): plain strides for a
+    # single row of x, and the branch above for a weight with one row or column.
     a = a.contiguous().view(-1).view(a.shape)
     if a.shape[0] == 1 or a.shape[0] > _GEMV_ROWS or b.stride(0) != 1:
         return torch._int_mm(a, b)
