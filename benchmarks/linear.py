@@ -66,7 +66,7 @@ def sqnr(result: Tensor, reference: Tensor) -> float:
 
 def captured(call: Callable[[int], Any], copies: int) -> tuple[torch.cuda.CUDAGraph, int]:
     """A graph of several calls, each with its own copy of the weight, and their number."""
-    calls = copies * max(1, 8 // copies)
+    calls = copies * max(1, (24 if copies > 1 else 8) // copies)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

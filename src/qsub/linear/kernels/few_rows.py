@@ -124,5 +124,6 @@ def few_rows(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) ->
     else:
         bn, bk = (32, 64) if n >= 4096 else (16, 128)
         grid = (triton.cdiv(n, bn), 1, 1)
-        launch(deep_kernel, grid, arguments, (has_bias, k % (4 * bk) == 0, MOST_ROWS, bn, bk, 4), 4, stages)
+        constants = (has_bias, k % (4 * bk) == 0, MOST_ROWS, bn, bk, 4)
+        launch(deep_kernel, grid, arguments, constants, 4, stages + 1 if bk == 64 else stages)
     return out

@@ -31,8 +31,10 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
             device = argument.device.index
         elif type(argument) is int:
             key.append(argument if argument == 1 else argument % 16 == 0 and 16)
+        elif argument is None:
+            key.append(None)
         else:
-            key.append(type(argument))
+            key.append(argument.base.dtype)  # a tensor descriptor; its block shape is among the constants
     key.append(device)
     key = tuple(key)
     compiled = _compiled.get(key)
