@@ -10,7 +10,7 @@ What each case uses, fastest first (4096 x 4096, benchmarks/results has the time
 | int8 activations | more | int8 x int8 |
 
 oneDNN multiplies one row by a plain (N, K) weight directly; for more rows it reorders the weight first, which costs as
-much as about 16 rows. Without AVX512-VNNI, AVX-VNNI or AMX its int8 product is slow, or saturates 16-bit sums: then the
+much as about 8 rows. Without AVX512-VNNI, AVX-VNNI or AMX its int8 product is slow, or saturates 16-bit sums: then the
 plain torch definitions are used.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor
 from qsub.linear import reference
 from qsub.linear.reference import MAX_INT32_TERMS, QMAX
 
-_GEMV_ROWS = 16
-_DIGIT_ROWS = 8
+_GEMV_ROWS = 8
+_DIGIT_ROWS = 4
 _DIGIT_WEIGHTS = 1 << 18  # elements of W: for fewer, converting them costs less than splitting x
 _DIGITS = 3
 _DIGIT_BASE = 2 * QMAX  # a remainder of half a step is the next digit's full range
@@ -120,16 +120,17 @@ def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
 def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Weight-only product of a few rows, on exact int8 products of the digits of x."""
     digits, step = _digits(x)
-    sums = torch.empty(_DIGITS, x.shape[0], int_data.shape[0], dtype=torch.float64)
+    n, k = int_data.shape
+    codes = digits.view(-1, k)  # (3 * M, K)
+    sums = torch.empty(codes.shape[0], n, dtype=torch.int32)
     # In pieces that stay in cache, so that W comes from memory once and not once per digit and row.
-    rows = max(1, 8 * _PIECE // x.shape[1])
-    for start in range(0, int_data.shape[0], rows):
+    rows = max(1, 8 * _PIECE // k)
+    for start in range(0, n, rows):
         piece = int_data[start : start + rows].t()
-        for position in range(_DIGITS):
-            for row in range(x.shape[0]):
-                code = digits[position, row : row + 1]
-                sums[position, row, start : start + rows] = torch._int_mm(code, piece)[0]
-    out = sums[0].mul_(_DIGIT_BASE).add_(sums[1]).mul_(_DIGIT_BASE).add_(sums[2])
+        for row in range(codes.shape[0]):
+            torch._int_mm(codes[row : row + 1], piece, out=sums[row : row + 1, start : start + rows])
+    high, middle, low = sums.view(_DIGITS, -1, n).to(torch.float64).unbind()
+    out = high.mul_(_DIGIT_BASE).add_(middle).mul_(_DIGIT_BASE).add_(low)
     out.mul_(step.unsqueeze(-1)).mul_(scale.to(torch.float64) / QMAX)
     if bias is not None:
         out.add_(bias)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qsub.linear import reference
 from qsub.linear.reference import MAX_INT32_TERMS
+from qsub.tensors.codes import dequantize_rows
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -92,7 +93,7 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
 def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Float weight (N, K) in `dtype` on CUDA."""
     if not int_data.numel() or not _use_kernels(dtype):
-        return reference.dequantize(int_data, scale, dtype)
+        return dequantize_rows(int_data, scale, dtype)
     from qsub.linear.kernels import weight
 
     return weight.dequantize(_rows_contiguous(int_data), scale, dtype)

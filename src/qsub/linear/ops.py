@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qsub.linear import cpu, reference
+from qsub.tensors.codes import dequantize_rows
 
 _LIBRARY = torch.library.Library("qsub", "DEF")
 _LIBRARY.define(
@@ -54,7 +55,7 @@ _implement("int8_mm", "CUDA", lambda *args, **kwargs: _cuda().int8_mm(*args, **k
 _implement("int8_mm_transposed", "CompositeExplicitAutograd", reference.int8_mm_transposed)
 _implement("int8_mm_transposed", "CPU", cpu.int8_mm_transposed)
 _implement("int8_mm_transposed", "CUDA", lambda *args, **kwargs: _cuda().int8_mm_transposed(*args, **kwargs))
-_implement("dequantize_rowwise", "CompositeExplicitAutograd", reference.dequantize)
+_implement("dequantize_rowwise", "CompositeExplicitAutograd", dequantize_rows)
 _implement("dequantize_rowwise", "CUDA", lambda *args: _cuda().dequantize(*args))
 
 

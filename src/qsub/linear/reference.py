@@ -10,6 +10,8 @@ result is finite wherever the product with the float weight is.
 import torch
 from torch import Tensor
 
+from qsub.tensors.codes import dequantize_rows
+
 QMAX = 127
 OUTLIER_COLUMNS = 64
 """Input columns that the mixed decomposition computes in float. LLM.int8() (arXiv 2208.07339, section 4) finds at most
@@ -25,18 +27,6 @@ _SMALLEST_SCALE = 1e-30
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of scales and sums for an input of `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float weight (N, K) in `dtype`.
-
-    Args:
-        int_data: (N, K) int8 codes.
-        scale: (N,) row magnitudes.
-        dtype: float dtype of the result. The product is formed in fp32 (fp64 for an fp64 result) and rounded once.
-    """
-    factor = scale.to(accumulation_dtype(dtype)) / QMAX  # (N,)
-    return (int_data * factor.unsqueeze(-1)).to(dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +108,7 @@ def int8_mm(
         return empty
     if int8_activations:
         return int8_activation_mm(x, int_data, scale, bias, outlier_threshold, int_product)
-    out = x @ dequantize(int_data, scale, x.dtype).t()
+    out = x @ dequantize_rows(int_data, scale, x.dtype).t()
     return out if bias is None else (out.to(accumulation_dtype(x.dtype)) + bias).to(x.dtype)
 
 
@@ -137,7 +127,7 @@ def int8_activation_mm(x, int_data, scale, bias, outlier_threshold, product) -> 
     codes, row_scale = quantize_rows(inside)
     out = rescale(product(codes, int_data.t()), row_scale, scale, bias, row_scale.dtype)
     x_outlier = x[:, index].masked_fill(~is_outlier, 0).to(out.dtype)  # (M, C)
-    return out.addmm_(x_outlier, dequantize(int_data[:, index], scale, out.dtype).t()).to(x.dtype)
+    return out.addmm_(x_outlier, dequantize_rows(int_data[:, index], scale, out.dtype).t()).to(x.dtype)
 
 
 def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_grad: bool = False) -> Tensor:
@@ -147,7 +137,7 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
         return empty
     if int8_grad:
         return int8_grad_mm(grad, int_data, scale, int_product)
-    return grad @ dequantize(int_data, scale, grad.dtype)
+    return grad @ dequantize_rows(int_data, scale, grad.dtype)
 
 
 def int8_grad_mm(grad, int_data, scale, product) -> Tensor:

@@ -1,0 +1,340 @@
+"""Adam8bit and AdamW8bit: drop-in replacements of torch.optim.Adam and AdamW with 8-bit state."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim import state_dict as states
+from qsub.optim.compiled import resolve_backend, run_step
+from qsub.optim.hyper import HyperTensor
+from qsub.optim.options import check_keys, check_options, check_param
+from qsub.optim.step import SKIP
+from qsub.tensors import codes
+from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
+from qsub.tensors.rowwise import Int8RowwiseTensor
+from qsub.tensors.state_codes import random_bits
+
+_WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
+
+
+def _storable(value: Tensor, weight: Int8RowwiseTensor) -> Tensor:
+    """New value of an int8 weight as far as its row code holds it: one NaN or Inf would spoil the whole row.
+
+    An element that is NaN keeps its old value; magnitudes over 65504 become that.
+    """
+    value = torch.where(value.isnan(), weight.dequantize(torch.float32), value)
+    return value.clamp(-codes.FP16_MAX, codes.FP16_MAX)
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """torch.optim.Adam with 8-bit state.
+
+    The step is torch.optim.Adam's (arXiv 1412.6980) in fp32; between steps the two moments are kept in 8 bits an
+    element and two bytes for each block. See `qsub.optim.step` and `qsub.tensors.state_codes`.
+
+    Args:
+        params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
+        lr: learning rate, a float or a 1-element tensor.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty, added to the gradient (decoupled with `decoupled_weight_decay`).
+        amsgrad: use the largest second moment so far (arXiv 1904.09237); it is kept in 8 bits too.
+        foreach: only None or False; choose with `backend`.
+        maximize: ascend rather than descend.
+        capturable: the step may be captured in a CUDA graph (after one step outside of it).
+        differentiable: only False.
+        fused: None, False or True; every backend but "eager" is fused.
+        decoupled_weight_decay: AdamW's weight decay.
+        block_size: elements that share a scale. A power of two from 16 to 4096.
+        min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
+        state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
+        state_code: "block_float8".
+        stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
+        seed: of the random bits, which are a pure function of it, the step and the element's place.
+        backend: "triton" (all parameters of a group in one launch), "compile", "eager", or None for the fastest that
+            works on the device of the parameter.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: a parameter that is not a real floating point tensor.
+    """
+
+    # torch.amp.GradScaler then leaves unscaling and skipping to the step, which needs no sync for them
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        block_size: int = 64,
+        min_8bit_size: int = 4096,
+        state_bits: int = 8,
+        state_code: str = "block_float8",
+        stochastic_round: bool = False,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "block_size": block_size,
+            "min_8bit_size": min_8bit_size,
+            "state_bits": state_bits,
+            "state_code": state_code,
+            "stochastic_round": stochastic_round,
+            "seed": seed,
+        }
+        check_options(defaults, backend)
+        self.backend = backend
+        self._hyper: dict[tuple[int, torch.device], HyperTensor] = {}
+        self._launches: Any = None
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What deepcopy and pickle keep; device tensors of hyper-parameters are rebuilt at the next step."""
+        return {**super().__getstate__(), "backend": self.backend}  # type: ignore[misc]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Inverse of `__getstate__`; torch.optim's load_state_dict calls it too."""
+        super().__setstate__(state)
+        self._hyper, self._launches = {}, None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim's; a bad parameter or option raises and leaves the optimizer as it was."""
+        if isinstance(param_group, dict):
+            params = param_group.get("params", [])
+            params = [params] if isinstance(params, Tensor) else list(params)
+            param_group = {**param_group, "params": params}
+            for entry in params:
+                check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
+            check_keys(param_group, self.defaults)
+            check_options({**self.defaults, **param_group}, self.backend)
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step.
+
+        Args:
+            closure: called once with gradients enabled before the step; re-evaluates the model and returns the loss.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse. No parameter has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        for pairs in work:
+            for _, grad in pairs:
+                if grad.layout != torch.strided:
+                    name = type(self).__name__
+                    raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
+        for index, (group, pairs) in enumerate(zip(self.param_groups, work, strict=True)):
+            for param, grad in self._step_together(index, group, pairs):
+                self._step_param(index, group, param, grad)
+        return loss
+
+    def _step_together(
+        self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Step those parameters that backend "triton" takes, one launch a device; returns the others."""
+        devices = {param.device for param, _ in pairs}
+        others = []
+        for device in devices:
+            here = pairs if len(devices) == 1 else [pair for pair in pairs if pair[0].device == device]
+            if device.type == "cuda":
+                self._check_capture(group)
+            if resolve_backend(self.backend, device) != "triton":
+                others += here
+                continue
+            from qsub.optim import one_launch, plan  # needs Triton, which not every platform has
+
+            one_launch.check_device(device)
+            taken = [pair for pair in here if plan.takes(*pair)]
+            if len(taken) < len(here):
+                others += [pair for pair in here if not plan.takes(*pair)]
+            if not taken:
+                continue
+            for param, _ in taken:
+                self._init_state(group, param)
+            if self._launches is None:
+                self._launches = one_launch.OneLaunch()
+            hyper = self._refresh_hyper(index, group, device)
+            params, grads = map(list, zip(*taken, strict=True))
+            self._launches.step((index, device), group, self.state, params, grads, hyper, self._write_back)
+        return others
+
+    def _check_capture(self, group: dict[str, Any]) -> None:
+        if not group["capturable"] and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"step() of {type(self).__name__} was captured in a CUDA graph with capturable=False. "
+                "Pass capturable=True."
+            )
+
+    def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+        state = self.state[param]
+        if not state:
+            if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "state can't be made while a CUDA graph is captured (each replay would reset it): take one step "
+                    "outside of the capture first"
+                )
+            state["step"] = torch.zeros((), dtype=torch.float32, device=states.step_device(param, group))
+            for key in states.moment_keys(group):
+                state[key] = states.zero_moment(param, group, key)
+        return state
+
+    def _refresh_hyper(self, index: int, group: dict[str, Any], device: torch.device) -> HyperTensor:
+        """The group's hyper-parameters on `device`, refreshed in place where one changed."""
+        if (index, device) not in self._hyper:
+            self._hyper[index, device] = HyperTensor(device)
+        hyper = self._hyper[index, device]
+        # torch.amp.GradScaler sets these two for an optimizer with `_step_supports_amp_scaling`
+        hyper.refresh(group, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return hyper
+
+    def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
+        """One parameter with backend "eager" or "compile"."""
+        state = self._init_state(group, param)
+        states.check_form(param, group, state)
+        found_inf = getattr(self, "found_inf", None)
+        count = state["step"]
+        count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
+        if param.numel() == 0:
+            return
+        step = count.to(param.device)
+        hyper = self._refresh_hyper(index, group, param.device)
+        moments = [state[key] for key in states.moment_keys(group)]
+        block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
+        shape = param.shape
+        int8_weight = isinstance(param, Int8RowwiseTensor)
+        value = param.dequantize(torch.float32) if int8_weight else param.detach()
+        staged = [Staged(value, block_size)]
+        pairs: list[Any] = []
+        for moment in moments:
+            if isinstance(moment, Blockwise8bitTensor):
+                staged.append(Staged(moment.codes, block_size))
+                pairs.append((staged[-1].blocks, moment.scale.flatten(0, 1)))
+            else:
+                staged.append(Staged(moment, block_size))
+                pairs.append(staged[-1].blocks)
+        tensors = (
+            staged[0].blocks,
+            to_blocks(grad.contiguous(), shape, block_size),
+            *pairs,
+            *([None] * (3 - len(pairs))),
+        )
+        stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
+        backend = resolve_backend(self.backend, param.device)
+        if backend == "triton":  # a dtype that the launch doesn't take
+            backend = "compile"
+        scalars = (step, hyper.tensor, hyper.seed)
+        run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic)
+        for entry in staged:
+            entry.finish()
+        if isinstance(param, Int8RowwiseTensor):
+            self._write_back(param, value, step, hyper)
+
+    def _write_back(self, param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -> None:
+        """New value of a trainable int8 weight, through the row code with stochastic rounding."""
+        weight: Any = param
+        start = torch.zeros((), dtype=torch.int64, device=value.device)
+        bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
+        before = weight.int_data.clone(), weight.scale.clone()
+        weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+        skipped = hyper.tensor[SKIP] != 0
+        weight.int_data.copy_(torch.where(skipped, before[0], weight.int_data))
+        weight.scale.copy_(torch.where(skipped, before[1], weight.scale))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of this class, or of torch.optim.Adam(W), whose fp32 moments are encoded.
+
+        State is copied, never shared with `state_dict`. Each moment takes the form that this optimizer's options
+        ask for (the options of a qsub state dict are restored first, as torch.optim does with its own).
+
+        Raises:
+            ValueError: shapes, keys or group sizes differ. The optimizer is left as it was.
+        """
+        states.load(self, state_dict, super().load_state_dict)
+
+    def to_torch_state_dict(self) -> dict[str, Any]:
+        """A state dict that torch.optim.Adam(W) loads: fp32 moments, without the options of 8-bit state."""
+        return states.to_torch(self.state_dict())
+
+
+class AdamW8bit(Adam8bit):
+    """torch.optim.AdamW (arXiv 1711.05101) with 8-bit state. Arguments are those of `Adam8bit`.
+
+    `weight_decay` (default 1e-2) scales the parameter rather than adding to the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        block_size: int = 64,
+        min_8bit_size: int = 4096,
+        state_bits: int = 8,
+        state_code: str = "block_float8",
+        stochastic_round: bool = False,
+        seed: int = 0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=True,
+            block_size=block_size,
+            min_8bit_size=min_8bit_size,
+            state_bits=state_bits,
+            state_code=state_code,
+            stochastic_round=stochastic_round,
+            seed=seed,
+            backend=backend,
+        )

@@ -1,0 +1,118 @@
+"""Run the step eagerly or compiled, on plain (blocks, block_size) tensors of one parameter.
+
+The compiled step is compiled once at module level for each variant (8-bit or fp32 state, Adam or AdamW, amsgrad,
+dtype), with the number of blocks dynamic: any number of shapes costs one graph a variant. Values that change
+from step to step come in tensors, so none of them recompiles.
+"""
+
+import functools
+import importlib.util
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim import step as definition
+
+# Elements per call on the CPU: the fp32 intermediates of a chunk stay in the cache (and malloc reuses them).
+_CHUNK = 1 << 19
+
+
+@functools.cache
+def cpp_compiler_error() -> str | None:
+    """Why torch.compile can't build for the CPU here, or None if it can."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        get_cpp_compiler()
+    except Exception as error:  # torch raises its own class, and OSError where the command can't start
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _warn_eager(reason: str) -> None:
+    warnings.warn(
+        "qsub.optim: no working C++ compiler was found, so the step runs in eager mode, much slower. "
+        "Install g++ (or set CXX), or pass backend='eager' to silence this. " + reason.splitlines()[0],
+        stacklevel=4,
+    )
+
+
+def resolve_backend(backend: str | None, device: torch.device) -> str:
+    """The backend that a parameter on `device` uses: `backend` itself, or the fastest one that works there."""
+    if backend is not None:
+        return backend
+    if device.type == "cuda":
+        return "triton" if has_triton() else "eager"
+    if device.type == "cpu":
+        reason = cpp_compiler_error()
+        if reason is not None:
+            _warn_eager(reason)
+            return "eager"
+        return "compile"
+    return "eager"
+
+
+@functools.cache
+def _variant(kind: str, variant: tuple[Any, ...]) -> Callable[..., None]:
+    """A compiled copy of the step. Each variant has a code object of its own, and so its own recompile limit."""
+    function = {"8bit": definition.step_8bit, "float32": definition.step_float32}[kind]
+    code = function.__code__.replace(co_name=f"{function.__name__}_{hash(variant) & 0xFFFFFFFF:x}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    return torch.compile(copy, fullgraph=True)
+
+
+def _leaves(tensors: Any) -> list[Tensor]:
+    return [leaf for x in tensors for leaf in (x if isinstance(x, tuple) else (x,)) if leaf is not None]
+
+
+def _slice(x: Any, part: slice) -> Any:
+    if x is None:
+        return None
+    return tuple(leaf[part] for leaf in x) if isinstance(x, tuple) else x[part]
+
+
+def run_step(
+    backend: str,
+    tensors: tuple[Any, ...],
+    scalars: tuple[Tensor, Tensor, Tensor],
+    first_block: int,
+    decoupled: bool,
+    stochastic_round: bool,
+) -> None:
+    """One step in place.
+
+    Args:
+        backend: "eager" or "compile".
+        tensors: param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq as `definition.step_8bit` takes them, where a
+            state is a pair of codes and scale, or as `definition.step_float32` does, where it is one tensor.
+        scalars: step, hyper and seed, on the device of the parameter.
+        first_block: blocks of the whole parameter before the first one here.
+        decoupled: AdamW rather than Adam.
+        stochastic_round: round a bf16 parameter stochastically.
+    """
+    param = tensors[0]
+    kind = "8bit" if isinstance(tensors[2], tuple) else "float32"
+    function: Callable[..., None] = definition.step_8bit if kind == "8bit" else definition.step_float32
+    if backend == "compile":
+        dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
+        function = _variant(kind, (decoupled, stochastic_round, *dtypes))
+    blocks, block_size = param.shape
+    size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
+    for start in range(0, blocks, size):
+        chunk = tuple(_slice(x, slice(start, start + size)) for x in tensors)
+        if backend == "compile" and chunk[0].shape[0] > 1:
+            for leaf in _leaves(chunk):
+                torch._dynamo.mark_dynamic(leaf, 0)
+        offset = torch.full((), first_block + start, dtype=torch.int64, device=param.device)
+        function(*chunk, *scalars, offset, decoupled, stochastic_round)

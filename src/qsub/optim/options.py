@@ -1,0 +1,73 @@
+"""Checks of what a user passes to the optimizers: each error states the rule, what came and the remedy."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+BACKENDS = ("triton", "compile", "eager")
+STATE_CODES = ("block_float8",)
+# What others keep in a group: torch.optim, its schedulers (OneCycleLR, CyclicLR, SWALR) and timm (layer decay).
+_NOTES = ("params", "param_names", "name", "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr")
+_NOTES += ("base_momentum", "max_momentum", "fix_lr")
+
+
+def check_param(param: Any, owner: str) -> None:
+    """TypeError unless `param` is a real floating point tensor. What is no tensor is left to torch.optim to refuse."""
+    if isinstance(param, Tensor) and not param.dtype.is_floating_point:
+        raise TypeError(
+            f"{owner} takes real floating point parameters, got {param.dtype} of shape {tuple(param.shape)}. "
+            "Leave it out, or give it to an optimizer of torch.optim."
+        )
+
+
+def _check_scalar(name: str, value: Any, upper: float | None = None) -> None:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} as a tensor must have 1 element, got shape {tuple(value.shape)}")
+    number = float(value)
+    if not 0.0 <= number or (upper is not None and not number < upper):
+        bound = "at least 0" if upper is None else f"in [0, {upper:g})"
+        raise ValueError(f"{name} must be {bound}, got {number}")
+
+
+def check_keys(group: Collection[str], known: Collection[str]) -> None:
+    """TypeError for a key of a parameter group that nobody would read."""
+    unknown = sorted(set(group) - set(known) - set(_NOTES))
+    if unknown:
+        raise TypeError(f"unknown option(s) of a parameter group: {unknown}; known are {sorted(known)}")
+
+
+def check_options(options: dict[str, Any], backend: str | None) -> None:
+    """ValueError or TypeError for an option that is out of range or not supported."""
+    _check_scalar("lr", options["lr"])
+    _check_scalar("eps", options["eps"])
+    _check_scalar("weight_decay", options["weight_decay"])
+    betas = options["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"betas must be a pair, got {betas!r}")
+    for index, beta in enumerate(betas):
+        _check_scalar(f"betas[{index}]", beta, 1.0)
+    if options["foreach"]:
+        raise ValueError("foreach=True is not supported: leave it None and choose with backend='compile' or 'eager'")
+    if options["differentiable"]:
+        raise ValueError("differentiable=True is not supported: 8-bit state has no gradient; use torch.optim.Adam(W)")
+    if options["fused"] and backend == "eager":
+        raise ValueError("fused=True contradicts backend='eager': drop one of them")
+    check_state_options(options)
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
+
+
+def check_state_options(options: dict[str, Any]) -> None:
+    """ValueError or TypeError for a bad option of those that torch.optim doesn't have; a loaded one, say."""
+    block_size = options["block_size"]
+    if not isinstance(block_size, int) or not 16 <= block_size <= 4096 or block_size & (block_size - 1):
+        raise ValueError(f"block_size must be a power of two from 16 to 4096, got {block_size!r}")
+    if not isinstance(options["min_8bit_size"], int) or options["min_8bit_size"] < 0:
+        raise ValueError(f"min_8bit_size must be a whole number of elements, got {options['min_8bit_size']!r}")
+    if options["state_bits"] not in (8, 32):
+        raise ValueError(f"state_bits must be 8 or 32, got {options['state_bits']!r}")
+    if options["state_code"] not in STATE_CODES:
+        raise ValueError(f"state_code must be one of {STATE_CODES}, got {options['state_code']!r}")
+    if not isinstance(options["seed"], int):
+        raise TypeError(f"seed must be an int, got {type(options['seed']).__name__}")

@@ -1,0 +1,188 @@
+"""What one launch needs to know of the parameters of a group on one device, in device memory."""
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim import adam_kernel as kernel
+from qsub.optim.hyper import upload
+from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
+from qsub.tensors.rowwise import Int8RowwiseTensor
+
+PROGRAMS = 8  # programs per entry of the program map
+_TILE = 512  # elements per program, of one warp: the fastest on an H200 (benchmarks/optim_step.py)
+_ALIGNED_FLOAT = 1 << 16  # fewer elements with fp32 state take the ragged layout, to compile one layout less
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as adam_kernel numbers them
+
+
+def takes(param: Tensor, grad: Tensor) -> bool:
+    """Whether the launch takes this parameter; the others (fp64, empty) step one by one."""
+    return kernel_dtype(param) in _DTYPES and grad.dtype in _DTYPES and param.numel() > 0
+
+
+def kernel_dtype(param: Tensor) -> torch.dtype:
+    """Dtype in which the kernel sees a parameter: an int8 weight is dequantized for it."""
+    return torch.float32 if isinstance(param, Int8RowwiseTensor) else param.dtype
+
+
+def _form(param: Tensor) -> tuple[Any, ...]:
+    return param.dtype, param.shape, param.stride()
+
+
+@dataclass
+class _Row:
+    """One parameter: its row of the table, its state tensors in the order of their addresses, its work."""
+
+    layout: int
+    length: int
+    row_blocks: int
+    blocks: int
+    chunks: int
+    values: list[Tensor]
+    scales: list[Tensor] = field(default_factory=list)
+
+    def columns(self, kind: int) -> list[int]:
+        row = [0] * kernel.N_COLUMNS.value
+        for place, tensor in enumerate(self.values):
+            row[kernel.MOMENT.value + place] = tensor.data_ptr()
+        for place, tensor in enumerate(self.scales):
+            row[kernel.SCALE.value + place] = tensor.data_ptr()
+        row[kernel.LENGTH.value], row[kernel.ROW_BLOCKS.value] = self.length, self.row_blocks
+        row[kernel.BLOCK_COUNT.value], row[kernel.KIND.value] = self.blocks, kind
+        return row
+
+
+def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, aligned: bool) -> _Row:
+    where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
+    is_8bit = isinstance(moments[0], Blockwise8bitTensor)
+    values = [moment.codes for moment in moments] if is_8bit else moments
+    scales = [moment.scale for moment in moments] if is_8bit else []
+    if not all(tensor.is_contiguous() and tensor.device == param.device for tensor in (*values, *scales)):
+        raise ValueError(f"{where} must be contiguous and on that device. Load it with load_state_dict.")
+    if moments[0].shape != param.shape:
+        raise ValueError(
+            f"{where} has shape {tuple(moments[0].shape)}: the parameter was changed. Make a new optimizer."
+        )
+    aligned = aligned and not any(tensor.data_ptr() & 15 for tensor in values)
+    count = param.numel()
+    if not is_8bit:
+        wide = aligned and count >= _ALIGNED_FLOAT and count % 16 == 0
+        layout = kernel.FLOAT.value if wide else kernel.FLOAT_RAGGED.value
+        return _Row(layout, count, 1, count, -(-count // (blocks * block_size)), values)
+    if any(moment.block_size != block_size for moment in moments):
+        raise ValueError(
+            f"{where} has blocks of {moments[0].block_size}, its group asks for block_size={block_size}. "
+            "Load the state with load_state_dict to encode it anew."
+        )
+    length, total = row_shape(param.shape)[1], scales[0].numel()
+    chunks = -(-total // blocks)
+    if length % block_size == 0 and aligned:
+        return _Row(kernel.FLAT.value, count, 1, total, chunks, values, scales)
+    layout = kernel.ROWS.value if length % 16 == 0 and aligned else kernel.RAGGED.value
+    return _Row(layout, length, scales[0].shape[1], total, chunks, values, scales)
+
+
+def _program_map(chunks: list[int]) -> Tensor:
+    """(entries, 2) int32: parameter and first chunk of each PROGRAMS programs."""
+    entries = torch.tensor([-(-count // PROGRAMS) for count in chunks])
+    param = torch.repeat_interleave(torch.arange(len(chunks)), entries)
+    first = torch.arange(len(param)) - torch.repeat_interleave(entries.cumsum(0) - entries, entries)
+    return torch.stack([param, first * PROGRAMS], dim=1).to(torch.int32)
+
+
+def _gather_steps(states: list[dict[str, Any]], device: torch.device) -> Tensor:
+    """The step counts in one tensor on `device`."""
+    counts: list[Tensor] = [state["step"].detach() for state in states]
+    steps = torch.empty(len(counts), dtype=torch.float32, device=device)
+    here = [slot for slot, count in enumerate(counts) if count.device == device]
+    if len(here) == len(counts):
+        return torch.stack(counts, out=steps)
+    if not here:
+        upload(steps, torch.stack(counts).float())
+        return steps
+    for slot, count in enumerate(counts):
+        steps[slot].copy_(count, non_blocking=True)
+    return steps
+
+
+class Plan:
+    """Tables of the parameters of a group on one device.
+
+    Args:
+        params: the parameters; each has a state.
+        grad_dtypes: dtype of the gradient of each.
+        states: their optimizer states. Each state's "step" becomes a view of `steps`.
+        keys: keys of the moments.
+        block_size: elements per block.
+        unaligned: ids of parameters that came with addresses that are no multiple of 16 bytes.
+
+    Raises:
+        ValueError: a state has another block size than the group, or is not where its parameter is.
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        grad_dtypes: list[torch.dtype],
+        states: list[dict[str, Any]],
+        keys: list[str],
+        block_size: int,
+        unaligned: set[int],
+    ) -> None:
+        device = params[0].device
+        self.params, self.grad_dtypes = params, grad_dtypes
+        self.ids = [id(param) for param in params]
+        self.slots = {ident: slot for slot, ident in enumerate(self.ids)}
+        self.staged = [
+            slot for slot, p in enumerate(params) if isinstance(p, Int8RowwiseTensor) or not p.is_contiguous()
+        ]
+        self._forms = [_form(param) for param in params]
+        self.options = (keys, block_size)
+        self.blocks = max(1, _TILE // block_size)
+        rows = [
+            _describe(param, [state[key] for key in keys], block_size, self.blocks, id(param) not in unaligned)
+            for param, state in zip(params, states, strict=True)
+        ]
+        kinds = [
+            row.layout * 9 + _DTYPES[kernel_dtype(param)] * 3 + _DTYPES[dtype]
+            for row, param, dtype in zip(rows, params, grad_dtypes, strict=True)
+        ]
+        self.kinds: int = functools.reduce(operator.or_, (1 << kind for kind in kinds))
+        self.aligned = [row.layout not in (kernel.RAGGED.value, kernel.FLOAT_RAGGED.value) for row in rows]
+        self.steps = _gather_steps(states, device)
+        for state, view in zip(states, self.steps.unbind(), strict=True):
+            state["step"] = view
+        self._held = [
+            (param, state, [(key, state[key]) for key in ("step", *keys)])
+            for param, state in zip(params, states, strict=True)
+        ]
+        self._tensors = [tensor for row in rows for tensor in (*row.values, *row.scales)]
+        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        table = torch.tensor([row.columns(kind) for row, kind in zip(rows, kinds, strict=True)], dtype=torch.int64)
+        self.table = torch.empty_like(table, device=device)
+        upload(self.table, table)
+        programs = _program_map([row.chunks for row in rows])
+        self.programs = torch.empty_like(programs, device=device)
+        upload(self.programs, programs)
+        self.scalars = torch.empty(len(rows), kernel.N_SCALARS.value, dtype=torch.int32, device=device)
+        self.pointers = torch.empty(len(rows), 2, dtype=torch.int64, device=device)
+        self.uploaded: list[int] = []  # what `pointers` holds: address of parameter, of gradient, of the next ...
+
+    def has_forms(self) -> bool:
+        """Whether the parameters have the dtypes, shapes and strides that they had when the plan was made."""
+        return [_form(param) for param in self.params] == self._forms
+
+    def is_current(self, all_states: Mapping[Tensor, Any]) -> bool:
+        """Whether the optimizer's state is still what the table points to."""
+        for param, state, held in self._held:
+            if all_states.get(param) is not state:
+                return False
+            for key, tensor in held:
+                if state.get(key) is not tensor:
+                    return False
+        return list(map(Tensor.data_ptr, self._tensors)) == self._addresses

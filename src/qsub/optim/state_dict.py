@@ -1,0 +1,161 @@
+"""Optimizer state: its form for each parameter, loading, and exchange with torch.optim."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim.options import check_state_options
+from qsub.tensors.blockwise import Blockwise8bitTensor
+
+CODE_OF_MOMENT = {
+    "exp_avg": "float8_signed",
+    "exp_avg_sq": "float8_unsigned",
+    "max_exp_avg_sq": "float8_unsigned",
+}
+# Group options that torch.optim.Adam doesn't have; they stay what they were when a state dict lacks them.
+QSUB_OPTIONS = ("block_size", "min_8bit_size", "state_bits", "state_code", "stochastic_round", "seed")
+# How a step is carried out, not what it computes: never taken over from another optimizer's state dict.
+_IMPLEMENTATION = ("foreach", "fused", "differentiable")
+
+
+def moment_keys(group: dict[str, Any]) -> list[str]:
+    """Keys of the moments that a parameter of this group has."""
+    return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+
+
+def is_8bit(param: Tensor, group: dict[str, Any]) -> bool:
+    """Whether the moments of `param` are kept in 8 bits: by the size of the whole parameter."""
+    return group["state_bits"] == 8 and param.numel() >= max(1, group["min_8bit_size"])
+
+
+def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
+    """Where the step count of `param` is: on a GPU always, so that a step a GradScaler skips needs no sync."""
+    return param.device if group["capturable"] or param.device.type == "cuda" else torch.device("cpu")
+
+
+def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
+    """The moment of a parameter before its first step."""
+    if is_8bit(param, group):
+        return Blockwise8bitTensor.zeros(param.shape, group["block_size"], CODE_OF_MOMENT[key], param.device)
+    return torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+
+
+def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    """ValueError where `state` doesn't fit its parameter, or the block size of its group, any more."""
+    moment = state["exp_avg"]
+    where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
+    if moment.shape != param.shape:
+        raise ValueError(f"{where} has shape {tuple(moment.shape)}: the parameter was changed. Make a new optimizer.")
+    if isinstance(moment, Blockwise8bitTensor) and moment.block_size != group["block_size"]:
+        raise ValueError(
+            f"{where} has blocks of {moment.block_size}, its group asks for block_size={group['block_size']}. "
+            "Load the state with load_state_dict to encode it anew."
+        )
+
+
+def _moment(saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: str, where: str) -> Tensor:
+    """A copy of a saved moment in the form that `group` asks for."""
+    value = saved[key]
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{where}: expected a float tensor or a Blockwise8bitTensor, got {kind}")
+    if value.shape != param.shape:
+        raise ValueError(f"{where}: shape {tuple(value.shape)} doesn't match its parameter's {tuple(param.shape)}")
+    target = zero_moment(param, group, key)
+    second = saved["exp_avg_sq"]
+    if isinstance(target, Blockwise8bitTensor) and not target.same_layout(value):
+        second = _plain(second) if key == "exp_avg" and second.shape == param.shape else None
+        try:
+            value = Blockwise8bitTensor.from_float(_plain(value), target.block_size, target.code, second)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return target.copy_(value)
+
+
+def _plain(value: Tensor) -> Tensor:
+    return value.dequantize() if isinstance(value, Blockwise8bitTensor) else value
+
+
+def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], index: Any) -> dict[str, Any]:
+    if not saved:
+        return {}
+    needed = ["step", *moment_keys(group)]
+    missing = [key for key in needed if key not in saved]
+    if missing:
+        raise ValueError(
+            f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
+        )
+    device = step_device(param, group)
+    state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
+    state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)
+    for key in moment_keys(group):
+        state[key] = _moment(saved, param, group, key, f"state of parameter {index}, {key}")
+    return state
+
+
+def _merge_group(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """A saved group with the options that it lacks, or that are not its to decide, from the current one."""
+    merged = {**{key: value for key, value in current.items() if key != "params"}, **saved}
+    merged["decoupled_weight_decay"] = current["decoupled_weight_decay"]
+    if any(key not in saved for key in QSUB_OPTIONS):  # a state dict of torch.optim
+        merged.update({key: current[key] for key in _IMPLEMENTATION})
+    check_state_options(merged)
+    return merged
+
+
+def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict[str, Any]], None]) -> None:
+    """Load `state_dict`: the groups through torch.optim, the state here.
+
+    torch.optim would cast each moment to the dtype of its parameter, and share memory with the saved one.
+    """
+    new_state: dict[Any, dict[str, Any]] = {}
+
+    def prepare(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = optimizer.param_groups
+        if [len(g["params"]) for g in saved["param_groups"]] != [len(g["params"]) for g in groups]:
+            return saved  # torch.optim raises, with its own text
+        merged = [_merge_group(s, g) for s, g in zip(saved["param_groups"], groups, strict=True)]
+        known = set()
+        for group, current in zip(merged, groups, strict=True):
+            for index, param in zip(group["params"], current["params"], strict=True):
+                known.add(index)
+                state = _param_state(saved["state"].get(index, {}), param, group, index)
+                if state:
+                    new_state[param] = state
+        others = {key: value for key, value in saved["state"].items() if key not in known}
+        return {**saved, "param_groups": merged, "state": others}
+
+    def install(_: Any) -> None:
+        optimizer.state.update(new_state)
+
+    # The last of the hooks before, so that it sees what others made of the dict; the first of those after.
+    before = optimizer.register_load_state_dict_pre_hook(prepare)
+    after = optimizer.register_load_state_dict_post_hook(install, prepend=True)
+    try:
+        load_groups(state_dict)
+    finally:
+        before.remove()
+        after.remove()
+
+
+def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A qsub state dict as one of torch.optim.Adam(W): fp32 moments, and only the options that it knows."""
+    capturable = {index: group["capturable"] for group in state_dict["param_groups"] for index in group["params"]}
+    state = {
+        index: {
+            key: _plain(value) if isinstance(value, Blockwise8bitTensor) else value.clone()
+            for key, value in entry.items()
+            if isinstance(value, Tensor)
+        }
+        for index, entry in state_dict["state"].items()
+    }
+    for index, entry in state.items():
+        if not capturable[index]:
+            entry["step"] = entry["step"].cpu()
+    groups = [
+        {key: value for key, value in group.items() if key not in QSUB_OPTIONS} for group in state_dict["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}

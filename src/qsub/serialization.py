@@ -1,0 +1,215 @@
+"""State dicts in safetensors files: plain tensors and a header that says which of them belong together.
+
+Layout, version 1. A quantized tensor NAME is stored as its inner tensors `NAME.int_data` and `NAME.scale` (an optimizer
+moment as `NAME.codes` and `NAME.scale`); other tensors under their own names. The header's metadata holds `format: pt`
+and one entry `qsub`, a JSON object:
+
+    {"version": 1,
+     "tensors": {NAME: {"class": "Int8RowwiseTensor", "dtype": "float32", "scale_dim": -2}, ...},
+     "shared": {NAME: NAME of the tensor that it is the same memory as, ...}}
+
+Any reader of safetensors can read such a file; int8 data times scale / 127 is the weight.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.tensors import Blockwise8bitTensor, Int8RowwiseTensor
+
+VERSION = 1
+_HEADER = "qsub"
+_CLASSES = {"Int8RowwiseTensor": Int8RowwiseTensor, "Blockwise8bitTensor": Blockwise8bitTensor}
+_INNER = {"Int8RowwiseTensor": ("int_data", "scale"), "Blockwise8bitTensor": ("codes", "scale")}
+_INNER_DTYPES = {"int_data": "I8", "codes": "U8"}
+_SCALE_DTYPES = {"Int8RowwiseTensor": "F16", "Blockwise8bitTensor": "U8"}
+_FLOAT_DTYPES = {
+    str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch  # noqa: F401
+    except ImportError as error:
+        raise ImportError("save_file and load_file need safetensors: pip install qsub[safetensors]") from error
+    return safetensors
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
+    """What two names of the same tensor have in common; None where sharing can't be told (meta, empty)."""
+    if isinstance(tensor, (Int8RowwiseTensor, Blockwise8bitTensor)):
+        names, meta = tensor.__tensor_flatten__()
+        inner = [_identity(getattr(tensor, name)) for name in names]
+        return None if None in inner else (*inner, *sorted(meta.items()))
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    plain: dict[str, Tensor] = {}
+    header: dict[str, Any] = {"version": VERSION, "tensors": {}, "shared": {}}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name!r} is a {type(tensor).__name__}: a safetensors file holds tensors only")
+        if tensor.device.type == "meta":
+            raise ValueError(f"{name!r} is on the meta device and has no data to save")
+        identity = _identity(tensor)
+        if identity is not None and identity in seen:
+            header["shared"][name] = seen[identity]
+            continue
+        if identity is not None:
+            seen[identity] = name
+        tensor = tensor.detach()
+        parts = {name: tensor}
+        kind = type(tensor).__name__
+        if kind in _CLASSES:
+            inner, meta = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            fields = {key: value for key, value in meta.items() if key != "dtype"}
+            header["tensors"][name] = {"class": kind, "dtype": str(tensor.dtype).removeprefix("torch."), **fields}
+            parts = {f"{name}.{key}": getattr(tensor, key) for key in inner}
+        for key, part in parts.items():
+            if key in plain or (key != name and key in state_dict):
+                raise ValueError(
+                    f"the state dict has a tensor {key!r} of its own, which is where {name!r} would be stored"
+                )
+            # safetensors refuses tensors that overlap; those that aren't one and the same are stored as copies.
+            plain[key] = (
+                part.contiguous().clone() if part.untyped_storage().nbytes() != part.nbytes else part.contiguous()
+            )
+    return plain, header
+
+
+def save_file(
+    state_dict: Mapping[str, Any], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a state dict as a safetensors file. The file appears only when it is whole.
+
+    Args:
+        state_dict: names to tensors, plain or quantized. Names that share one tensor are stored once.
+        path: of the file; an existing one is replaced.
+        metadata: further strings for the header.
+
+    Raises:
+        TypeError: a value is not a tensor.
+        ValueError: a tensor has no data (meta), or a name is taken.
+        ImportError: safetensors is not installed.
+    """
+    save = _safetensors().torch.save_file
+    plain, header = _flatten(state_dict)
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+    os.close(handle)
+    try:
+        save(plain, temporary, {**(metadata or {}), "format": "pt", _HEADER: json.dumps(header)})
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read_header(file: Any, path: Path) -> dict[str, Any]:
+    text = (file.metadata() or {}).get(_HEADER)
+    if text is None:  # a file of plain tensors
+        return {"tensors": {}, "shared": {}}
+    try:
+        header = json.loads(text)
+        version, tensors, shared = header["version"], header["tensors"], header["shared"]
+        fine = (
+            isinstance(tensors, dict)
+            and isinstance(shared, dict)
+            and all(isinstance(v, dict) for v in tensors.values())
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: the qsub header is damaged ({error})") from error
+    if version != VERSION:
+        raise ValueError(f"{path}: format version {version!r}, this qsub reads version {VERSION}: install a newer qsub")
+    if not fine:
+        raise ValueError(f"{path}: the qsub header is damaged (tensors and shared must be objects)")
+    return header
+
+
+def _check(file: Any, names: set[str], name: str, fields: dict[str, Any], path: Path) -> None:
+    """ValueError unless the inner tensors of `name` are there and fit, by the file's header alone."""
+    kind = fields.get("class")
+    if kind not in _CLASSES or fields.get("dtype") not in _FLOAT_DTYPES:
+        raise ValueError(f"{path}: {name!r} is of unknown class {kind!r} or dtype {fields.get('dtype')!r}")
+    shapes = []
+    for key in _INNER[kind]:
+        inner = f"{name}.{key}"
+        if inner not in names:
+            raise ValueError(f"{path}: {inner!r} is missing")
+        part = file.get_slice(inner)
+        wanted = _INNER_DTYPES.get(key) or _SCALE_DTYPES[kind]
+        if part.get_dtype() != wanted:
+            raise ValueError(f"{path}: {inner!r} has dtype {part.get_dtype()}, expected {wanted}")
+        shapes.append(part.get_shape())
+    try:  # the class itself knows what fits
+        inner = [
+            torch.empty(shape, dtype=dtype, device="meta")
+            for shape, dtype in zip(shapes, _meta_dtypes(kind), strict=True)
+        ]
+        _build(kind, inner, fields)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: {name!r}: {error}") from error
+
+
+def _meta_dtypes(kind: str) -> tuple[torch.dtype, torch.dtype]:
+    return (torch.int8, torch.float16) if kind == "Int8RowwiseTensor" else (torch.uint8, torch.uint8)
+
+
+def _build(kind: str, inner: list[Tensor], fields: dict[str, Any]) -> Tensor:
+    options = {key: value for key, value in fields.items() if key not in ("class", "dtype")}
+    return _CLASSES[kind](*inner, dtype=_FLOAT_DTYPES[fields["dtype"]], **options)
+
+
+def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read a file written by `save_file`, or any safetensors file, tensor by tensor.
+
+    Everything that the header tells is checked before the first tensor is read.
+
+    Args:
+        path: of the file.
+        device: where the tensors go.
+
+    Returns:
+        Names to tensors; names that shared a tensor when saved share it again.
+
+    Raises:
+        ValueError: the file is damaged, of another version, or its tensors don't fit; file and key are named.
+        FileNotFoundError: there is no such file.
+        ImportError: safetensors is not installed.
+    """
+    safetensors = _safetensors()
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
+            names = set(file.keys())
+            header = _read_header(file, path)
+            for name, fields in header["tensors"].items():
+                _check(file, names, name, fields, path)
+            inner = {f"{name}.{key}" for name, f in header["tensors"].items() for key in _INNER[f["class"]]}
+            known = (names - inner) | set(header["tensors"])
+            for name, source in header["shared"].items():
+                if source not in known:
+                    raise ValueError(f"{path}: {name!r} shares {source!r}, which is missing")
+            result = {name: file.get_tensor(name) for name in file.keys() if name not in inner}  # noqa: SIM118
+            for name, fields in header["tensors"].items():
+                parts = [file.get_tensor(f"{name}.{key}") for key in _INNER[fields["class"]]]
+                result[name] = _build(fields["class"], parts, fields)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    for name, source in header["shared"].items():
+        result[name] = result[source]
+    return result

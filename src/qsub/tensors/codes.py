@@ -1,0 +1,80 @@
+"""The row code of weights as pure math on plain tensors: one fp16 scale per row, the row's largest magnitude."""
+
+import torch
+from torch import Tensor
+
+FP16_MAX = 65504.0
+_CHUNK = 1 << 18  # elements that a chunked pass over rows holds in fp32 at a time
+
+
+def row_absmax(weight: Tensor) -> Tensor:
+    """Largest magnitude of each row in fp32. NaN where the row has a NaN.
+
+    Args:
+        weight: (rows, columns), any float dtype.
+
+    Returns:
+        (rows,) fp32.
+    """
+    if weight.shape[1] == 0:
+        return weight.new_zeros(weight.shape[0], dtype=torch.float32)
+    low, high = torch.aminmax(weight, dim=1)
+    return torch.maximum(-low, high).float()
+
+
+def check_rows(weight: Tensor, name: str = "weight") -> None:
+    """Raise ValueError unless every row of `weight` is finite and at most 65504 in magnitude."""
+    if weight.device.type == "meta":
+        return
+    good = row_absmax(weight) <= FP16_MAX
+    if not bool(good.all()):
+        row = int((~good).nonzero()[0])
+        raise ValueError(
+            f"{name}: row {row} has NaN, Inf or a magnitude over {FP16_MAX:.0f}, which an fp16 row scale can't hold "
+            f"(largest magnitude found: {float(row_absmax(weight[row : row + 1])):g}). "
+            "Repair the weight, or leave it in float (quantize_: filter_fn)."
+        )
+
+
+def quantize_rows(weight: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Encode a float matrix: `scale = fp16(max|row|)`, `codes = round(row * 127 / scale)`.
+
+    The division uses the rounded scale, in fp32. With `noise` the codes are rounded stochastically, and the scale
+    is rounded up so that no element is clamped: the expected value of the result is the input.
+
+    Args:
+        weight: (rows, columns), any float dtype; finite, at most 65504 in magnitude.
+        noise: (rows, columns) fp32, uniform in [0, 1), or None to round to nearest (half to even).
+
+    Returns:
+        int8 codes (rows, columns) in [-127, 127] and the fp16 scale (rows,). A zero row has scale 0 and codes 0.
+    """
+    absmax = row_absmax(weight)
+    scale = absmax.to(torch.float16)  # (rows,)
+    if noise is not None:
+        above = (scale.view(torch.int16) + 1).view(torch.float16)
+        scale = torch.where(scale.float() < absmax, above, scale)
+    codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    rows = max(1, _CHUNK // max(1, weight.shape[1]))
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        divisor = scale[part].float().unsqueeze(1)
+        scaled = (weight[part].float() * 127.0).div_(torch.where(divisor > 0, divisor, 1.0))
+        scaled = scaled.round_() if noise is None else scaled.add_(noise[part]).floor_()
+        codes[part] = torch.where(divisor > 0, scaled.clamp_(-127.0, 127.0), 0.0).to(torch.int8)
+    return codes, scale
+
+
+def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype, dim: int | None = -2) -> Tensor:
+    """Decode to `codes * scale / 127`, formed in fp32 (fp64 for an fp64 result) and rounded once to `dtype`.
+
+    Args:
+        codes: int8, any shape and strides.
+        scale: fp16, of shape (codes.shape[dim],), or () where `dim` is None.
+        dtype: float dtype of the result.
+        dim: negative index of the dimension that `scale` runs along: -2 for (rows, columns), -1 for its transpose,
+            None for a single row.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    step = scale.to(wide) * (1.0 / 127.0)
+    return (codes * (step if dim is None else step.view(-1, *[1] * (-1 - dim)))).to(dtype)

@@ -1,0 +1,64 @@
+"""A table of aten operators for a tensor subclass, and the helpers that its handlers share."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Handler = Callable[..., Any]
+
+
+class OpTable:
+    """Handlers of one tensor subclass, keyed by operator.
+
+    A handler is called as `handler(func, *args, **kwargs)` below autograd. Whatever has no handler raises
+    NotImplementedError: nothing is dequantized behind the user's back.
+
+    Args:
+        owner: name of the subclass, for error texts.
+        remedy: what the user can do when an operator is missing.
+    """
+
+    def __init__(self, owner: str, remedy: str) -> None:
+        self.owner = owner
+        self.remedy = remedy
+        self.handlers: dict[Any, Handler] = {}
+
+    def implements(self, *ops: Any) -> Callable[[Handler], Handler]:
+        """Register the decorated function for each overload in `ops`."""
+
+        def register(handler: Handler) -> Handler:
+            for op in ops:
+                self.handlers[op] = handler
+            return handler
+
+        return register
+
+    def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+        """Run the handler of `func`, or raise NotImplementedError that names operator, class and remedy."""
+        handler = self.handlers.get(func)
+        if handler is None:
+            raise NotImplementedError(f"{func} is not implemented for {self.owner}. {self.remedy}")
+        return handler(func, *args, **(kwargs or {}))
+
+
+def float_dtype(dtype: torch.dtype | None, default: torch.dtype, owner: str) -> torch.dtype:
+    """The float dtype asked for, or `default`; TypeError for an integer, bool or complex one."""
+    if dtype is None:
+        return default
+    if not dtype.is_floating_point:
+        raise TypeError(
+            f"{owner} can only take a float dtype, got {dtype}. "
+            "Its int8 codes are `int_data` or `codes`; for other dtypes call dequantize() first."
+        )
+    return dtype
+
+
+def cache_key(tensor: Any) -> str:
+    """What torch.compile's caches must tell apart: all that a graph can depend on but the data.
+
+    requires_grad is part of it: a graph made for a frozen weight has no gradient for a trainable one.
+    """
+    names, meta = tensor.__tensor_flatten__()
+    inner = [(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in (getattr(tensor, n) for n in names)]
+    return str((type(tensor).__qualname__, tensor.shape, tensor.requires_grad, sorted(meta.items()), inner))

@@ -1,0 +1,213 @@
+"""Int8RowwiseTensor: a weight matrix as int8 codes and one fp16 scale a row."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.tensors import codes as math8
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
+
+OPS = OpTable(
+    "Int8RowwiseTensor",
+    "Call .dequantize() first to work on a plain float copy, or use .int_data and .scale.",
+)
+FUNCTIONS: dict[Any, Any] = {}  # replacements of torch functions, filled by rowwise_matmul and rowwise_methods
+
+
+class Int8RowwiseTensor(torch.Tensor):
+    """A float matrix stored as int8 codes and one fp16 scale for each row; value = int_data * scale / 127.
+
+    It acts as a weight of its float dtype: matmul, `to`, views, copies and in-place updates are carried out on the
+    int8 data through `__torch_dispatch__`. An operator that is not implemented raises NotImplementedError; nothing
+    dequantizes silently. Results of arithmetic are plain float tensors. docs/tensors.md has the table of operators.
+
+    In-place arithmetic (add_, mul_, addcdiv_, ...) on a weight that requires grad, which is what an optimizer does,
+    rounds stochastically with torch's generator; on any other weight, and in copy_, it rounds to nearest.
+
+    Args:
+        int_data: (out_features, in_features) int8 codes in [-127, 127]. Or another Int8RowwiseTensor, which is
+            shared; the arguments that follow are then left out.
+        scale: (out_features,) fp16, the largest magnitude of each row.
+        dtype: float dtype that the tensor shows. Default: fp32.
+        scale_dim: negative index of the dimension of `int_data` that `scale` runs along: -2, or -1 for the transpose;
+            None for a single row with a 0-dim scale. Views set it.
+        whole_rows: False for a view of some columns, which can't be updated in place, since its scales belong to
+            the whole rows.
+        requires_grad: as in torch.nn.Parameter.
+
+    Raises:
+        TypeError: int_data is not int8, scale not fp16, or dtype not a float dtype.
+        ValueError: the shapes or devices don't fit.
+    """
+
+    int_data: Tensor
+    scale: Tensor
+    scale_dim: int | None
+    whole_rows: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        int_data: Tensor,
+        scale: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        scale_dim: int | None = -2,
+        whole_rows: bool = True,
+        requires_grad: bool = False,
+    ):
+        """See the class."""
+        if isinstance(int_data, Int8RowwiseTensor) and scale is None:
+            return cls(int_data.int_data, int_data.scale, **int_data.fields(), requires_grad=requires_grad)
+        if scale is None or int_data.dtype != torch.int8 or scale.dtype != torch.float16:
+            got = f"{int_data.dtype} and {None if scale is None else scale.dtype}"
+            raise TypeError(
+                f"Int8RowwiseTensor takes int8 codes and an fp16 scale, got {got}. "
+                "For a float weight use Int8RowwiseTensor.from_float(weight)."
+            )
+        fits = scale_dim is None or -int_data.dim() <= scale_dim <= -1
+        if not fits or scale.shape != (() if scale_dim is None else (int_data.shape[scale_dim],)):
+            raise ValueError(
+                "Int8RowwiseTensor takes (out_features, in_features) codes and an (out_features,) scale, "
+                f"got {tuple(int_data.shape)} and {tuple(scale.shape)} along dimension {scale_dim}"
+            )
+        if int_data.device != scale.device:
+            raise ValueError(f"codes are on {int_data.device} but the scale is on {scale.device}: move one of them")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            int_data.shape,
+            strides=int_data.stride(),
+            storage_offset=int_data.storage_offset(),
+            dtype=float_dtype(dtype, dtype, "Int8RowwiseTensor"),
+            device=int_data.device,
+            requires_grad=requires_grad,
+        )
+        self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
+        return self
+
+    @classmethod
+    def from_float(cls, weight: Tensor, *, requires_grad: bool = False) -> "Int8RowwiseTensor":
+        """Quantize a float matrix row by row, to nearest.
+
+        Args:
+            weight: (out_features, in_features), any float dtype.
+            requires_grad: of the result.
+
+        Raises:
+            TypeError: the weight is not floating point.
+            ValueError: it is not a matrix, or a row has NaN, Inf or a magnitude over 65504; the row is named.
+        """
+        if isinstance(weight, Int8RowwiseTensor):
+            raise TypeError("the weight is an Int8RowwiseTensor already")
+        if weight.dim() != 2:
+            raise ValueError(f"weight must be (out_features, in_features), got shape {tuple(weight.shape)}")
+        float_dtype(weight.dtype, weight.dtype, "Int8RowwiseTensor.from_float")
+        weight = weight.detach()
+        math8.check_rows(weight)
+        int_data, scale = math8.quantize_rows(weight)
+        return cls(int_data, scale, weight.dtype, requires_grad=requires_grad)  # type: ignore[call-overload]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Plain float tensor `int_data * scale / 127` of the same shape; gradients flow back to a trainable weight.
+
+        Args:
+            dtype: of the result. Default: the dtype that the weight shows.
+        """
+        if self.requires_grad and torch.is_grad_enabled():
+            return _Dequantize.apply(self, dtype or self.dtype)
+        return self.decode(dtype)
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`dequantize` below autograd, for handlers of operators."""
+        return math8.dequantize_rows(self.int_data, self.scale, dtype or self.dtype, self.scale_dim)
+
+    def requantize_(self, value: Tensor, *, noise: Tensor | None = None) -> "Int8RowwiseTensor":
+        """Replace the content by the code of a float matrix, in place.
+
+        Nothing is read back from the device, so values are not checked: a row with NaN, Inf or a magnitude over
+        65504 becomes NaN, as a weight that diverged does. `copy_` checks.
+
+        Args:
+            value: float, the shape of this tensor.
+            noise: the same shape, uniform in [0, 1), to round stochastically; None rounds to nearest.
+
+        Raises:
+            ValueError: the shape differs.
+            NotImplementedError: this is a view of some columns.
+        """
+        if value.shape != self.shape:
+            raise ValueError(f"expected a float tensor of shape {tuple(self.shape)}, got {tuple(value.shape)}")
+        rows = self.as_rows(value)
+        codes, scale = math8.quantize_rows(rows, None if noise is None else self.as_rows(noise))
+        self.as_rows(self.int_data).copy_(codes)
+        self.scale.copy_(scale.view(self.scale.shape))
+        return self
+
+    def as_rows(self, value: Tensor) -> Tensor:
+        """View of a tensor of this shape as (rows, columns), a row for each scale.
+
+        Raises:
+            NotImplementedError: this view can't be updated in place.
+        """
+        if not self.whole_rows or self.dim() > 2:
+            raise NotImplementedError(
+                f"this {tuple(self.shape)} view of an Int8RowwiseTensor can't be updated in place: its scales belong "
+                "to whole rows. Update the weight or a range of its rows, or call .dequantize() for a float copy."
+            )
+        if self.scale_dim == -2:
+            return value
+        return value.unsqueeze(0) if self.scale_dim is None else value.t() if self.dim() == 2 else value.unsqueeze(1)
+
+    def fields(self) -> dict[str, Any]:
+        """What the tensor is besides its inner tensors, as keywords of the class."""
+        return {"dtype": self.dtype, "scale_dim": self.scale_dim, "whole_rows": self.whole_rows}
+
+    def like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
+        """A tensor of other inner tensors with the remaining fields of this one, or those in `changes`."""
+        return type(self)(int_data, scale, **{**self.fields(), **changes})
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """Inner tensors and metadata, for torch.compile and serialization."""
+        return ["int_data", "scale"], self.fields()
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any):
+        """Inverse of `__tensor_flatten__`."""
+        return cls(inner["int_data"], inner["scale"], **meta)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Key of torch.compile's caches."""
+        return cache_key(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        fields = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        fields += "" if self.scale_dim == -2 else f", scale_dim={self.scale_dim}"
+        fields += ", requires_grad=True" if self.requires_grad else ""
+        return f"{type(self).__name__}({fields})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Linear and matmul are brought to two dimensions (FUNCTIONS); all else goes straight to the operators."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Handlers are in the modules rowwise_views, rowwise_copies, rowwise_arithmetic and rowwise_matmul."""
+        return OPS.dispatch(func, args, kwargs)
+
+
+class _Dequantize(torch.autograd.Function):
+    """The identity to autograd: the gradient of the float copy is that of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Int8RowwiseTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = weight.dtype
+        return weight.decode(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype), None
+
+
+torch.serialization.add_safe_globals([Int8RowwiseTensor])

@@ -1,0 +1,121 @@
+"""Arithmetic with Int8RowwiseTensor: plain float results, and updates in place through the row code."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
+
+aten = torch.ops.aten
+
+
+def _plain(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """The value with each Int8RowwiseTensor in it dequantized."""
+    if isinstance(value, Int8RowwiseTensor):
+        return value.decode(dtype)
+    return [_plain(entry, dtype) for entry in value] if isinstance(value, (list, tuple)) else value
+
+
+# ---- Plain results: what autograd needs for these is in the list too ----
+
+_PLAIN = """
+    abs neg sgn sign sqrt rsqrt square exp log reciprocal relu sigmoid tanh gelu silu round floor ceil clamp
+    clamp_min clamp_max add sub rsub mul div pow maximum minimum where lerp addcmul addcdiv fmod remainder
+    sum mean amax amin aminmax max min std var norm linalg_vector_norm prod dot argmax argmin count_nonzero
+    eq ne lt le gt ge isnan isinf isfinite isclose allclose logical_not equal _local_scalar_dense
+    nan_to_num masked_fill tril triu
+"""
+
+
+def _plain_result(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operator on the dequantized weight, in the dtype that it shows; the result is a plain tensor."""
+    return func(*(_plain(arg) for arg in args), **{key: _plain(value) for key, value in kwargs.items()})
+
+
+for _name in _PLAIN.split():
+    _packet = getattr(aten, _name)
+    for _overload in _packet.overloads():
+        _op = getattr(_packet, _overload)
+        if not _op._schema.is_mutable and "out" not in _overload:
+            OPS.implements(_op)(_plain_result)
+
+
+# ---- In place: dequantize, update in fp32, encode again ----
+
+
+def _noise(x: Int8RowwiseTensor, value: Tensor) -> Tensor | None:
+    """Random numbers for stochastic rounding, where an optimizer would be at work: on a trainable weight."""
+    return torch.rand_like(value, dtype=torch.float32) if x.requires_grad else None
+
+
+@OPS.implements(
+    aten.add_.Tensor,
+    aten.add_.Scalar,
+    aten.sub_.Tensor,
+    aten.sub_.Scalar,
+    aten.mul_.Tensor,
+    aten.mul_.Scalar,
+    aten.div_.Tensor,
+    aten.div_.Scalar,
+    aten.addcdiv_.default,
+    aten.addcmul_.default,
+    aten.lerp_.Scalar,
+    aten.lerp_.Tensor,
+    aten.pow_.Scalar,
+    aten.neg_.default,
+    aten.abs_.default,
+    aten.clamp_.default,
+    aten.clamp_min_.default,
+    aten.clamp_max_.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.normal_.default,
+    aten.uniform_.default,
+)
+def _in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.optim's single-tensor optimizers, and the merge of an adapter."""
+    if not isinstance(x, Int8RowwiseTensor):
+        return func(x, *(_plain(arg) for arg in args), **kwargs)
+    x.as_rows(x.int_data)  # refuses views that can't be updated before any work is done
+    value = x.decode(torch.float32)
+    func(value, *(_plain(arg, torch.float32) for arg in args), **kwargs)
+    return x.requantize_(value, noise=_noise(x, value))
+
+
+@OPS.implements(
+    aten._foreach_add_.List,
+    aten._foreach_add_.Scalar,
+    aten._foreach_add_.ScalarList,
+    aten._foreach_add_.Tensor,
+    aten._foreach_mul_.List,
+    aten._foreach_mul_.Scalar,
+    aten._foreach_mul_.ScalarList,
+    aten._foreach_mul_.Tensor,
+    aten._foreach_sub_.List,
+    aten._foreach_div_.Scalar,
+    aten._foreach_div_.Tensor,
+    aten._foreach_lerp_.Scalar,
+    aten._foreach_addcdiv_.Scalar,
+    aten._foreach_addcdiv_.ScalarList,
+    aten._foreach_addcdiv_.Tensor,
+)
+def _foreach_in_place(func: Any, tensors: list[Tensor], *args: Any, **kwargs: Any) -> None:
+    """torch.optim's foreach optimizers, in fp32 on the whole list."""
+    values = [_plain(x, torch.float32) for x in tensors]
+    func(values, *(_plain(arg, torch.float32) for arg in args), **kwargs)
+    for x, value in zip(tensors, values, strict=True):
+        if isinstance(x, Int8RowwiseTensor):
+            x.requantize_(value, noise=_noise(x, value))
+
+
+@OPS.implements(aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default)
+def _fused(func: Any, *args: Any, **kwargs: Any) -> None:
+    """torch.optim with fused=True, whose kernels read raw floats."""
+    raise NotImplementedError(
+        "torch.optim's fused=True can't update an Int8RowwiseTensor. Use qsub.optim.AdamW8bit, or torch.optim with "
+        "fused=False (foreach works too)."
+    )

@@ -1,0 +1,56 @@
+"""Methods of torch.Tensor that never reach an operator, and that would go wrong or do nothing on a wrapper subclass."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.tensors.rowwise import FUNCTIONS, Int8RowwiseTensor
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """`p.data = value`, which torch would ignore: share the int8 data of the value, or encode a float value."""
+    if not isinstance(tensor, Int8RowwiseTensor):
+        raise TypeError(
+            "a float parameter can't take an Int8RowwiseTensor as its .data: assign a new parameter to the module "
+            "(qsub.quantize_), or set .data to value.dequantize()"
+        )
+    if value.shape != tensor.shape or value.device != tensor.device:
+        raise ValueError(
+            f".data of an Int8RowwiseTensor must keep its shape {tuple(tensor.shape)} and device {tensor.device}, got "
+            f"{tuple(value.shape)} on {value.device}: assign a new parameter to the module instead"
+        )
+    if isinstance(value, Int8RowwiseTensor) and value.scale_dim == tensor.scale_dim:
+        if value.dtype != tensor.dtype:
+            raise ValueError(
+                f".data of an Int8RowwiseTensor must keep its dtype {tensor.dtype}, got {value.dtype}: "
+                f"use value.to({tensor.dtype})"
+            )
+        tensor.int_data, tensor.scale, tensor.whole_rows = value.int_data, value.scale, value.whole_rows
+        return
+    with torch.no_grad():
+        tensor.detach().copy_(value)
+
+
+def _share_memory_(tensor: Int8RowwiseTensor) -> Int8RowwiseTensor:
+    """`share_memory_`, which kills the process on a wrapper subclass (torch 2.13)."""
+    tensor.int_data.share_memory_()
+    tensor.scale.share_memory_()
+    return tensor
+
+
+def _is_shared(tensor: Int8RowwiseTensor) -> bool:
+    return tensor.int_data.is_shared() and tensor.scale.is_shared()
+
+
+def _no_pointer(tensor: Tensor, *args: Any) -> Any:
+    raise NotImplementedError(
+        "an Int8RowwiseTensor has no memory of its own: use .int_data and .scale (data_ptr, untyped_storage, numpy)"
+    )
+
+
+FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
+FUNCTIONS[Tensor.share_memory_] = _share_memory_
+FUNCTIONS[Tensor.is_shared] = _is_shared
+FUNCTIONS[Tensor.numpy] = _no_pointer
+FUNCTIONS[Tensor.tolist] = lambda tensor: tensor.decode().tolist()

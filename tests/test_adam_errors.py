@@ -1,0 +1,145 @@
+"""What the 8-bit optimizers refuse, with which words, and what they do without a C++ compiler."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+
+from qsub.optim import Adam8bit, AdamW8bit
+
+
+def refusal(call):
+    """Class and text of what `call` raises."""
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        call()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_sparse_gradients_are_refused_before_anything_changes():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 2))
+    opt = AdamW8bit([first, second], backend="eager")
+    first.grad, second.grad = torch.ones(3), torch.ones(3, 2).to_sparse()
+    assert_expected_inline(
+        refusal(opt.step),
+        """RuntimeError: AdamW8bit does not support sparse gradients, please consider SparseAdam instead""",
+    )
+    assert torch.equal(first, torch.ones(3)) and not opt.state
+
+
+PARAM = nn.Parameter(torch.ones(3))
+
+
+def test_parameters_that_are_not_real_floats_are_refused():
+    assert_expected_inline(
+        refusal(lambda: AdamW8bit([nn.Parameter(torch.ones(3, dtype=torch.complex64))])),
+        """TypeError: AdamW8bit takes real floating point parameters, got torch.complex64 of shape (3,). Leave it out, or give it to an optimizer of torch.optim.""",  # noqa: E501
+    )
+    assert "torch.int64" in refusal(lambda: Adam8bit([torch.ones(3, dtype=torch.int64)]))
+    assert "empty parameter list" in refusal(lambda: AdamW8bit([]))
+    assert "params argument" in refusal(lambda: AdamW8bit(PARAM))
+    opt = AdamW8bit([PARAM])
+    refusal(lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]}))
+    refusal(lambda: opt.add_param_group({"params": [PARAM]}))  # twice
+    assert len(opt.param_groups) == 1
+
+
+REFUSED = {
+    "lr": -1.0,
+    "eps": -1e-8,
+    "weight_decay": float("nan"),
+    "betas": (0.9, 1.0),
+    "foreach": True,
+    "differentiable": True,
+    "block_size": 48,
+    "min_8bit_size": -1,
+    "state_bits": 4,
+    "state_code": "nf4",
+    "backend": "cuda",
+    "seed": 1.5,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("cls", [Adam8bit, AdamW8bit])
+def test_options_out_of_range_are_refused_by_name_and_value(cls, name):
+    text = refusal(lambda: cls([PARAM], **{name: REFUSED[name]}))
+    assert name in text
+    if name != "backend":  # a group can't have one of its own
+        opt = cls([PARAM])
+        group = {"params": [nn.Parameter(torch.ones(2))], name: REFUSED[name]}
+        assert refusal(lambda: opt.add_param_group(group)) == text
+        assert len(opt.param_groups) == 1
+
+
+def test_texts_of_refused_options():
+    named = {name: value for name, value in REFUSED.items() if name not in ("backend", "state_code")}  # lists that grow
+    assert_expected_inline(
+        "\n".join(refusal(lambda n=n, v=v: AdamW8bit([PARAM], **{n: v})) for n, v in named.items()),
+        """\
+ValueError: lr must be at least 0, got -1.0
+ValueError: eps must be at least 0, got -1e-08
+ValueError: weight_decay must be at least 0, got nan
+ValueError: betas[1] must be in [0, 1), got 1.0
+ValueError: foreach=True is not supported: leave it None and choose with backend='compile' or 'eager'
+ValueError: differentiable=True is not supported: 8-bit state has no gradient; use torch.optim.Adam(W)
+ValueError: block_size must be a power of two from 16 to 4096, got 48
+ValueError: min_8bit_size must be a whole number of elements, got -1
+ValueError: state_bits must be 8 or 32, got 4
+TypeError: seed must be an int, got float""",
+    )
+    assert_expected_inline(
+        refusal(lambda: AdamW8bit([PARAM], fused=True, backend="eager")),
+        """ValueError: fused=True contradicts backend='eager': drop one of them""",
+    )
+    assert_expected_inline(
+        refusal(lambda: AdamW8bit([PARAM], lr=torch.ones(2))),
+        """ValueError: lr as a tensor must have 1 element, got shape (2,)""",
+    )
+    assert_expected_inline(
+        refusal(lambda: AdamW8bit([PARAM], betas=0.9)), """ValueError: betas must be a pair, got 0.9"""
+    )
+
+
+def test_unknown_options_are_refused():
+    """By torch.optim's own TypeError as an argument, by ours in a group."""
+    assert "momentum" in refusal(lambda: AdamW8bit([PARAM], momentum=0.9))
+    text, known = refusal(lambda: AdamW8bit([{"params": [PARAM], "momentum": 0.9}])).split(";")
+    assert text == "TypeError: unknown option(s) of a parameter group: ['momentum']"
+    assert "momentum" not in known and "'params'" not in known and "'weight_decay'" in known
+
+
+# ---- Without a C++ compiler ----
+
+
+def test_without_a_compiler_the_step_is_eager_with_one_warning():
+    script = """
+        import warnings, torch, qsub
+        def run(**options):
+            torch.manual_seed(0)
+            param = torch.nn.Parameter(torch.randn(80, 64))
+            opt = qsub.optim.AdamW8bit([param], **options)
+            for _ in range(3):
+                param.grad = torch.randn(80, 64)
+                opt.step()
+            return param
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            a, b = run(), run()
+        texts = [str(w.message) for w in caught if "qsub" in str(w.message)]
+        assert len(texts) == 1 and "C++ compiler" in texts[0] and "backend='eager'" in texts[0], texts
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            c = run(backend="eager")
+        assert torch.equal(a, c)
+        print("as expected")
+    """
+    env = {**os.environ, "CXX": "/nonexistent/g++", "PATH": "/nonexistent"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "as expected", done.stderr

@@ -1,0 +1,139 @@
+"""torch.save and torch.load, and state dicts between float, quantized and meta models."""
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import qsub
+from qsub import Int8RowwiseTensor
+
+
+def save_and_load(value, **options):
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, **options)
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+
+
+X = torch.linspace(-1, 1, 5 * 64).view(5, 64)
+
+
+def test_state_dict_round_trip_is_exact_with_weights_only():
+    source = qsub.quantize_(model())
+    state = save_and_load(source.state_dict(), weights_only=True)
+    assert type(state["0.weight"]) is Int8RowwiseTensor
+    target = qsub.quantize_(model(1))
+    assert target.load_state_dict(state) == ([], [])
+    assert torch.equal(target(X), source(X))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tensor_keeps_its_fields(dtype):
+    weight = nn.Parameter(Int8RowwiseTensor.from_float(torch.randn(4, 6, dtype=dtype)), requires_grad=True)
+    for value in (weight, weight.detach(), weight.t()):
+        again = save_and_load(value)
+        assert type(again) is type(value) and again.dtype == dtype and again.shape == value.shape
+        assert torch.equal(again.dequantize(), value.dequantize())
+    assert save_and_load(weight).requires_grad and isinstance(save_and_load(weight), nn.Parameter)
+
+
+def test_whole_module():
+    source = qsub.quantize_(model())
+    assert torch.equal(save_and_load(source, weights_only=False)(X), source(X))
+
+
+def test_file_is_under_half_of_the_float_file():
+    sizes = []
+    for module in (model(), qsub.quantize_(model())):
+        buffer = io.BytesIO()
+        torch.save(module.state_dict(), buffer)
+        sizes.append(buffer.tell())
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("source", ["float", "int8"])
+@pytest.mark.parametrize("target", ["float", "int8", "meta", "int8 meta"])
+def test_loads_between_models(source, target, assign, after_forward):
+    """Without assign the target keeps its kind; with assign the source's tensors take their place."""
+    origin = model() if source == "float" else qsub.quantize_(model())
+    into = model(1)
+    if "int8" in target:
+        qsub.quantize_(into)
+    if "meta" in target:
+        if not assign:
+            pytest.skip("copying into meta parameters is a no-op in torch, with its own warning")
+        into = into.to("meta")
+    if after_forward:
+        origin(X)
+        if "meta" not in target:
+            into(X)
+    into.load_state_dict(origin.state_dict(), assign=assign)
+    weight = into[0].weight
+    if assign:
+        assert type(weight.data) is type(origin[0].weight.data)
+        assert torch.equal(into(X), origin(X))
+    elif target == "int8":
+        assert isinstance(weight, Int8RowwiseTensor)
+        assert torch.equal(into(X), (qsub.quantize_(copy.deepcopy(origin)))(X))
+    else:
+        assert type(weight) is nn.Parameter
+        assert torch.equal(weight, origin[0].weight.dequantize() if source == "int8" else origin[0].weight)
+
+
+def test_loading_its_own_state_dict_changes_nothing():
+    module = qsub.quantize_(model())
+    before = module(X)
+    module.load_state_dict(module.state_dict())
+    assert torch.equal(module(X), before)
+
+
+@pytest.mark.parametrize("bad", ["shape", "nan", "missing"])
+def test_a_failed_load_says_what_and_keeps_the_weight(bad):
+    module = qsub.quantize_(model())
+    state = model(1).state_dict()
+    if bad == "shape":
+        state["0.weight"] = torch.zeros(3, 64)
+    elif bad == "nan":
+        state["0.weight"][5, 3] = torch.nan
+    else:
+        del state["0.weight"]
+    before = module[0].weight.dequantize()
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        module.load_state_dict(state)
+    assert torch.equal(module[0].weight.dequantize(), before)
+
+
+def test_state_dict_is_detached_and_keeps_ties():
+    module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    module[1].weight = module[0].weight
+    qsub.quantize_(module, trainable=True)
+    state = module.state_dict()
+    assert not state["0.weight"].requires_grad
+    loaded = save_and_load(state)
+    assert loaded["0.weight"].int_data.data_ptr() == loaded["1.weight"].int_data.data_ptr()
+
+
+def test_a_fresh_process_loads_the_file(tmp_path):
+    source = qsub.quantize_(model())
+    torch.save(source.state_dict(), tmp_path / "model.pt")
+    torch.save(source(X), tmp_path / "output.pt")
+    script = (
+        "import sys, torch, qsub; from torch import nn\n"
+        "with torch.device('meta'): m = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))\n"
+        "m.load_state_dict(torch.load(sys.argv[1] + '/model.pt'), assign=True)\n"
+        "x = torch.linspace(-1, 1, 320).view(5, 64)\n"
+        "assert torch.equal(m(x), torch.load(sys.argv[1] + '/output.pt'))\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
