@@ -4,7 +4,7 @@ What each case uses, fastest first (4096 x 4096, benchmarks/results has the time
 
 | mode | rows | product |
 |---|---|---|
-| weight only | up to `_DIGIT_ROWS` | rows of x as three int8 digits each, int8 x int8 one row at a time |
+| weight only | up to `_DIGIT_ROWS` | rows of x as two or three int8 digits each, int8 x int8 one row at a time |
 | weight only | more | W dequantized piece by piece into a buffer that stays in cache, then the float product |
 | int8 activations | up to `_GEMV_ROWS` | int8 x int8 one row at a time |
 | int8 activations | more | int8 x int8 |
@@ -25,7 +25,6 @@ from qsub.linear.reference import MAX_INT32_TERMS, QMAX
 _GEMV_ROWS = 8
 _DIGIT_ROWS = 4
 _DIGIT_WEIGHTS = 1 << 18  # elements of W: for fewer, converting them costs less than splitting x
-_DIGITS = 3
 _DIGIT_BASE = 2 * QMAX  # a remainder of half a step is the next digit's full range
 _PIECE = 1 << 20  # elements of W dequantized at a time: 4 MiB of fp32
 
@@ -95,23 +94,25 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x as fixed-point numbers of three int8 digits.
+    """Rows of x as fixed-point numbers of int8 digits, the highest first: three, or two for bf16.
 
         x[m] = (digits[0, m] * 254**2 + digits[1, m] * 254 + digits[2, m]) * step[m]
 
-    The remainder is at most half a step, 2**-24 of the row's largest magnitude: fp32's rounding of that magnitude.
+    The remainder is at most half a step. With three digits that is 2**-24 of the row's largest magnitude, fp32's
+    rounding of that magnitude; with two it is 2**-16, a small part of the rounding of a bf16 result.
 
     Returns:
-        `digits` (3, M, K) int8 and `step` (M,) fp64.
+        `digits` (D, M, K) int8 and `step` (M,) fp64.
     """
+    count = 2 if x.dtype == torch.bfloat16 else 3
     rest = x.to(torch.float64)
     unit = rest.abs().amax(dim=-1, keepdim=True).div_(QMAX)  # (M, 1)
     unit.masked_fill_(unit == 0, 1.0)
-    digits = torch.empty(_DIGITS, *x.shape, dtype=torch.int8)
-    for position in range(_DIGITS):
+    digits = torch.empty(count, *x.shape, dtype=torch.int8)
+    for position in range(count):
         digit = (rest / unit).round_()
         digits[position] = digit
-        if position < _DIGITS - 1:
+        if position < count - 1:
             rest = rest - digit * unit
             unit = unit / _DIGIT_BASE
     return digits, unit.squeeze(-1)
@@ -121,7 +122,7 @@ def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -
     """Weight-only product of a few rows, on exact int8 products of the digits of x."""
     digits, step = _digits(x)
     n, k = int_data.shape
-    codes = digits.view(-1, k)  # (3 * M, K)
+    codes = digits.view(-1, k)  # (D * M, K)
     sums = torch.empty(codes.shape[0], n, dtype=torch.int32)
     # In pieces that stay in cache, so that W comes from memory once and not once per digit and row.
     rows = max(1, 8 * _PIECE // k)
@@ -129,8 +130,9 @@ def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -
         piece = int_data[start : start + rows].t()
         for row in range(codes.shape[0]):
             torch._int_mm(codes[row : row + 1], piece, out=sums[row : row + 1, start : start + rows])
-    high, middle, low = sums.view(_DIGITS, -1, n).to(torch.float64).unbind()
-    out = high.mul_(_DIGIT_BASE).add_(middle).mul_(_DIGIT_BASE).add_(low)
+    out, *lower = sums.view(-1, x.shape[0], n).to(torch.float64).unbind()
+    for digit in lower:
+        out.mul_(_DIGIT_BASE).add_(digit)
     out.mul_(step.unsqueeze(-1)).mul_(scale.to(torch.float64) / QMAX)
     if bias is not None:
         out.add_(bias)

@@ -8,6 +8,8 @@ being saved for backward. `Library.impl` dispatches in C++; `torch.library.custo
     qsub::dequantize_rowwise  (N, K), (N,) -> (N, K)               W in a float dtype
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,16 +31,8 @@ _mm_transposed = torch.ops.qsub.int8_mm_transposed.default
 dequantize_rowwise = torch.ops.qsub.dequantize_rowwise.default
 
 
-def _cuda():
-    """The Triton kernels, imported when the first CUDA tensor comes."""
-    from qsub.linear import cuda
-
-    return cuda
-
-
-def _implement(name: str, dispatch_key: str, function) -> None:
-    """Register `function`, run with autocast off: a product inside must not be cast to the autocast dtype."""
-    device = "cuda" if dispatch_key == "CUDA" else "cpu"
+def _without_autocast(device: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`function` run with autocast off: a product inside must not be cast to the autocast dtype."""
 
     def kernel(*args, **kwargs):
         if torch.is_autocast_enabled(device):
@@ -46,17 +40,31 @@ def _implement(name: str, dispatch_key: str, function) -> None:
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    _LIBRARY.impl(name, kernel, dispatch_key)
+    return kernel
 
 
-_implement("int8_mm", "CompositeExplicitAutograd", reference.int8_mm)
-_implement("int8_mm", "CPU", cpu.int8_mm)
-_implement("int8_mm", "CUDA", lambda *args, **kwargs: _cuda().int8_mm(*args, **kwargs))
-_implement("int8_mm_transposed", "CompositeExplicitAutograd", reference.int8_mm_transposed)
-_implement("int8_mm_transposed", "CPU", cpu.int8_mm_transposed)
-_implement("int8_mm_transposed", "CUDA", lambda *args, **kwargs: _cuda().int8_mm_transposed(*args, **kwargs))
-_implement("dequantize_rowwise", "CompositeExplicitAutograd", dequantize_rows)
-_implement("dequantize_rowwise", "CUDA", lambda *args: _cuda().dequantize(*args))
+def _on_cuda(name: str) -> Callable[..., Tensor]:
+    """A function of `qsub.linear.cuda`, imported at the first CUDA tensor and run on that tensor's device."""
+
+    def kernel(first: Tensor, *args, **kwargs):
+        from qsub.linear import cuda
+
+        if first.device.index == torch.cuda.current_device():
+            return getattr(cuda, name)(first, *args, **kwargs)
+        with torch.cuda.device(first.device):
+            return getattr(cuda, name)(first, *args, **kwargs)
+
+    return _without_autocast("cuda", kernel)
+
+
+_LIBRARY.impl("int8_mm", _without_autocast("cpu", reference.int8_mm), "CompositeExplicitAutograd")
+_LIBRARY.impl("int8_mm", _without_autocast("cpu", cpu.int8_mm), "CPU")
+_LIBRARY.impl("int8_mm", _on_cuda("int8_mm"), "CUDA")
+_LIBRARY.impl("int8_mm_transposed", _without_autocast("cpu", reference.int8_mm_transposed), "CompositeExplicitAutograd")
+_LIBRARY.impl("int8_mm_transposed", _without_autocast("cpu", cpu.int8_mm_transposed), "CPU")
+_LIBRARY.impl("int8_mm_transposed", _on_cuda("int8_mm_transposed"), "CUDA")
+_LIBRARY.impl("dequantize_rowwise", dequantize_rows, "CompositeExplicitAutograd")
+_LIBRARY.impl("dequantize_rowwise", _on_cuda("dequantize"), "CUDA")
 
 
 def _fake_mm(x, int_data, scale, bias=None, *, int8_activations=False, outlier_threshold=None, int8_backward=False):

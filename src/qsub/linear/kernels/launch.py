@@ -23,12 +23,13 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
         stages: pipeline stages of its loops.
     """
     key = [kernel, constants, warps, stages]
-    device = -1
+    device = None
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             key.append(argument.dtype)
             key.append(argument.data_ptr() % 16 == 0)
-            device = argument.device.index
+            if device is None:
+                device = argument.device
         elif type(argument) is int:
             key.append(argument if argument == 1 else argument % 16 == 0 and 16)
         elif argument is None:
