@@ -186,6 +186,10 @@ def test_any_layout(device, mode, m):
     wide_x, wide_codes = torch.randn(m, 200, device=device), torch.zeros(96, 200, device=device, dtype=torch.int8)
     wide_x[:, 3:131], wide_codes[:, 5:133] = x, codes
     torch.testing.assert_close(int8_mm(wide_x[:, 3:131], wide_codes[:, 5:133], scale, **mode), expected)
+    one, bias = scale[:1].expand(96), torch.randn(192, device=device)[::2]
+    torch.testing.assert_close(
+        int8_mm(x, codes, one, bias, **mode), int8_mm(x, codes, one.contiguous(), bias.contiguous(), **mode)
+    )
     grad = torch.randn(96, m, device=device).t()
     torch.testing.assert_close(
         int8_mm_transposed(grad, wide_codes[:, 5:133], scale), int8_mm_transposed(grad.contiguous(), codes, scale)

@@ -46,7 +46,8 @@ def int8_mm(
         )
     from qsub.linear.kernels import digits, few_rows, gemm, gemv, quantize
 
-    x, int_data = _rows_contiguous(x), _rows_contiguous(int_data)
+    x, int_data, scale = _rows_contiguous(x), _rows_contiguous(int_data), scale.contiguous()
+    bias = None if bias is None else bias.contiguous()
     rows = x.shape[0]
     if outlier_threshold is not None:
         outliers = quantize.Outliers(x, int_data, outlier_threshold)
@@ -86,7 +87,7 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
         return reference.int8_mm_transposed(grad, int_data, scale, int8_grad=True)
     from qsub.linear.kernels import gemm, quantize, weight
 
-    codes, row_scale = quantize.quantize_rows(_rows_contiguous(grad), fold=scale)
+    codes, row_scale = quantize.quantize_rows(_rows_contiguous(grad), fold=scale.contiguous())
     return gemm.int8_gemm(codes, weight.transpose(_rows_contiguous(int_data)), row_scale, None, None, grad.dtype)
 
 
@@ -96,4 +97,4 @@ def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return dequantize_rows(int_data, scale, dtype)
     from qsub.linear.kernels import weight
 
-    return weight.dequantize(_rows_contiguous(int_data), scale, dtype)
+    return weight.dequantize(_rows_contiguous(int_data), scale.contiguous(), dtype)
