@@ -23,6 +23,8 @@ def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     n, k = int_data.shape
     out = torch.empty(n, k, device=int_data.device, dtype=dtype)
     block = min(triton.next_power_of_2(k), 4096)
+    while block > 1024 and k % block:  # no half-empty piece at the end of each row, where that can be had
+        block //= 2
     grid = (n, triton.cdiv(k, block), 1)
     arguments = (int_data, scale, out, k, int_data.stride(0))
     launch(dequantize_kernel, grid, arguments, (block,), min(8, max(1, block // 512)))
