@@ -113,7 +113,7 @@ def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
         digit = (rest / unit).round_()
         digits[position] = digit
         if position < count - 1:
-            rest = rest - digit * unit
+            rest = rest.addcmul(digit, unit, value=-1)
             unit = unit / _DIGIT_BASE
     return digits, unit.squeeze(-1)
 
@@ -133,7 +133,7 @@ def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -
     out, *lower = sums.view(-1, x.shape[0], n).to(torch.float64).unbind()
     for digit in lower:
         out.mul_(_DIGIT_BASE).add_(digit)
-    out.mul_(step.unsqueeze(-1)).mul_(scale.to(torch.float64) / QMAX)
+    out.mul_((step / QMAX).unsqueeze(-1)).mul_(scale)
     if bias is not None:
         out.add_(bias)
     return out.to(x.dtype)
