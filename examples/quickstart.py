@@ -188,10 +188,15 @@ def train_both() -> list[tuple[str, str, str]]:
     ]
 
 
-def main() -> None:
+def run() -> list[tuple[str, str, str]]:
+    """All parts; returns the rows of the table: what, value with torch alone, value with qsub."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    rows = quantize_and_reload() + train_both()
+    return quantize_and_reload() + train_both()
+
+
+def main() -> None:
+    rows = run()
     print(f"\n{'':42s}{'torch':>12s}{'qsub':>12s}")
     for name, reference, value in rows:
         print(f"{name:42s}{reference:>12s}{value:>12s}")

@@ -1,12 +1,52 @@
-"""What the tests of the codes and of the optimizers measure against: rival codes and a plain Adam.
+"""What the tests of the codes and of the optimizers measure against: bounds, rival codes and a plain Adam.
 
 Nothing here imports qsub.
 """
 
-import math
-
 import torch
 from hypothesis import strategies as st
+
+# ---- Steps of the codes of optimizer state, from the definition in qsub.tensors.state_codes, in fp64 ----
+
+SIGNED_CODES, UNSIGNED_CODES = 127, 254  # codes above the one that a block's range starts from
+SIGNED_OCTAVES, UNSIGNED_OCTAVES = 20, 40  # widest range of a block
+DECODE_ERROR = 2.0**-16  # relative: a code's step is a whole number of fp32 bit patterns, 127 halves of one in all
+
+
+def exponent(value):
+    """The whole part of log2, exactly."""
+    return torch.frexp(value).exponent - 1
+
+
+def power(exponents):
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float64), exponents)
+
+
+def second_moment_step(second):
+    """Distance between the codes next to each element of fp64 blocks (n, block_size), and the smallest code, (n, 1)."""
+    smallest = torch.where(second > 0, second, torch.inf).amin(1, keepdim=True)
+    high = exponent(second.amax(1, keepdim=True))
+    low = torch.maximum(exponent(smallest), high - UNSIGNED_OCTAVES)
+    per_octave = UNSIGNED_CODES // (high - low + 1)
+    return power(torch.maximum(exponent(second), low)) / per_octave, power(low)
+
+
+def first_moment_step(first, second):
+    """Distance between the codes next to each element of fp64 blocks of exp_avg, given exp_avg_sq."""
+    magnitude = first.abs()
+    largest = magnitude.amax(1, keepdim=True)
+    low = exponent(torch.where(second > 0, second, torch.inf).amin(1, keepdim=True))
+    top = exponent(largest)
+    knee = torch.maximum(torch.minimum(torch.div(low, 2, rounding_mode="floor") - 1, top + 1), top - SIGNED_OCTAVES)
+    offset = power(knee)
+
+    def patterns(value):  # fp32 bit patterns above `offset`, in octaves
+        above = exponent(value)
+        return above - knee + value / power(above) - 1
+
+    quarters = torch.floor(4 * patterns(largest + offset)) + 1
+    per_octave = torch.floor(4 * SIGNED_CODES / quarters + 1e-9).clamp(max=255)
+    return power(exponent(magnitude + offset)) / per_octave
 
 
 class TableCode:
@@ -79,12 +119,6 @@ def heavy_tailed(sigma, size=16384, steps=300, seed=0):
     spread = torch.exp(sigma * torch.randn(size, generator=generator))
     for _ in range(steps):
         yield spread * (0.3 + torch.randn(size, generator=generator))
-
-
-def sqnr(reference, value):
-    """Signal to quantization noise in dB."""
-    reference = reference.double()
-    return 20 * math.log10(float(reference.norm() / (reference - value.double()).norm().clamp_min(1e-300)))
 
 
 @st.composite

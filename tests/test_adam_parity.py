@@ -1,8 +1,8 @@
-"""The 8-bit optimizers against torch.optim, between their backends, and against the code of the other libraries."""
+"""The 8-bit optimizers against torch.optim, between their backends, and on gradients of any size."""
 
 import pytest
 import torch
-from reference import ReferenceAdam, TableCode, dynamic_map, heavy_tailed, linear_map
+from reference import ReferenceAdam, TableCode
 from torch import nn
 
 from qsub import Blockwise8bitTensor
@@ -84,6 +84,7 @@ def test_small_parameters_follow_torch_beside_8_bit_ones(backend):
 
 # ---- 8-bit state: the bounds of bitsandbytes' tests ----
 
+INT4 = TableCode([i / 7 for i in range(-7, 8)], 64), TableCode([i / 15 for i in range(16)], 64)  # the control
 PEER_BOUNDS = {torch.float32: (6e-5, 6e-4), torch.bfloat16: (1.7e-4, 1.6e-3)}
 
 
@@ -154,110 +155,11 @@ def test_8_bit_moments_that_go_their_own_way_stay_within_the_mean_bound():
     """
 
     def step_int4(param):
-        code = TableCode([i / 7 for i in range(-7, 8)], 64), TableCode([i / 15 for i in range(16)], 64)
-        reference = ReferenceAdam(*code)
+        reference = ReferenceAdam(*INT4)
         return lambda: param.data.sub_(1e-3 * reference.update(param.grad))
 
     assert 0 < peer_errors(lambda p: Adam8bit([p], backend="eager").step, 32, torch.float32)[0] < 6e-5
     assert peer_errors(step_int4, 32, torch.float32)[0] > 6e-5
-
-
-# ---- Update error on hard streams, against the dynamic tree code ----
-
-
-class Updates:
-    """What AdamW8bit subtracts from a parameter at lr 1: the parameter is set to zero before each step."""
-
-    def __init__(self, **options):
-        self.options, self.param = options, None
-
-    def update(self, grad):
-        if self.param is None:
-            self.param = nn.Parameter(torch.zeros_like(grad))
-            self.optimizer = AdamW8bit([self.param], lr=1.0, weight_decay=0, backend="eager", **self.options)
-        self.param.data.zero_()
-        self.param.grad = grad
-        self.optimizer.step()
-        return -self.param.detach()
-
-
-def rivals():
-    """Ours, and the code of bitsandbytes and torchao: blocks of 256, fp32 scale, never 0 for a non-zero v.
-
-    `linear` is the control: a code that falls behind on these streams, so that the comparison can fail.
-    """
-    return {
-        "ours": Updates(),
-        "dynamic": ReferenceAdam(TableCode(dynamic_map(), 256), TableCode(dynamic_map(signed=False), 256)),
-        "linear": ReferenceAdam(TableCode(linear_map(), 64), TableCode(linear_map(signed=False), 64)),
-    }
-
-
-def update_errors(stream, last):
-    """Mean over the `last` steps of |u - U| / |U|, for each rival and U of fp32 Adam, as in gpu-findings.md."""
-    exact, errors = ReferenceAdam(), {}
-    runs = rivals()
-    for grad in stream:
-        expected = exact.update(grad)
-        for name, optimizer in runs.items():
-            error = (optimizer.update(grad) - expected).norm() / expected.norm()
-            errors.setdefault(name, []).append(error.item())
-    return {name: sum(values[-last:]) / last for name, values in errors.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sigma", [1, 2, 3])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_updates_on_heavy_tails_are_nearer_to_fp32_than_the_dynamic_tree(sigma, seed):
-    errors = update_errors(heavy_tailed(sigma, seed=seed), last=100)
-    assert errors["ours"] < errors["dynamic"] < errors["linear"]
-
-
-def vit_gradients(seed, steps=200):
-    """Gradients of a small ViT on scikit-learn's digits, trained by fp32 AdamW: those of at least 4,096 elements."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    patches = torch.tensor(images, dtype=torch.float32).view(-1, 4, 2, 4, 2).transpose(2, 3).reshape(-1, 16, 4) / 16
-    labels = torch.tensor(labels)
-    torch.manual_seed(seed)
-
-    class ViT(nn.Module):
-        def __init__(self, dim=64):
-            super().__init__()
-            self.embed, self.place = nn.Linear(4, dim), nn.Parameter(0.02 * torch.randn(16, dim))
-            layers = [nn.TransformerEncoderLayer(dim, 4, 128, 0.0, batch_first=True, norm_first=True) for _ in "ab"]
-            self.layers, self.head = nn.Sequential(*layers), nn.Linear(dim, 10)
-
-        def forward(self, x):
-            return self.head(self.layers(self.embed(x) + self.place).mean(1))
-
-    model = ViT()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for _ in range(steps):
-        batch = torch.randint(len(labels), (64,))
-        loss = nn.functional.cross_entropy(model(patches[batch]), labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        yield torch.cat([p.grad.flatten() for p in model.parameters() if p.numel() >= 4096])
-        optimizer.step()
-    assert loss.item() < 1.0  # it did learn: the stream is one of training
-
-
-@pytest.mark.slow
-def test_updates_on_a_vit_are_nearer_to_fp32_than_the_dynamic_tree():
-    """In the mean of three runs: .079 to .087 where this was written (single runs differ by 0.2 to 13%)."""
-    runs = [update_errors(vit_gradients(seed), last=100) for seed in range(3)]
-    errors = {name: sum(run[name] for run in runs) / len(runs) for name in runs[0]}
-    assert errors["ours"] < errors["dynamic"] < errors["linear"]
-
-
-def test_the_dynamic_map_has_256_sorted_values():
-    """0 and 1 among them (bitsandbytes#121). Equal to create_dynamic_map of bitsandbytes 0.50.2, compared by hand."""
-    for signed in (True, False):
-        table = dynamic_map(signed)
-        assert len(set(table)) == 256 and table == sorted(table) and {0.0, 1.0} <= set(table)
-        assert (min(table) < -0.99) == signed
 
 
 # ---- Scale, backends, non-finite gradients ----
@@ -279,8 +181,40 @@ def test_without_eps_the_trajectory_does_not_depend_on_the_scale_of_gradients(sh
     assert torch.equal(plain, small) and plain.isfinite().all()
     if isinstance(moment, Blockwise8bitTensor):
         assert torch.equal(moment.codes, small_moment.codes)
-        assert torch.equal(moment.dequantize().double() * 2.0**-80, small_moment.dequantize().double())
+        assert torch.equal(moment.dequantize() * 2.0**-80, small_moment.dequantize())
     assert not torch.equal(final(grads, 1e-8)[0], final(scaled, 1e-8)[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1e-16, 1e-10, 1e4, 1e15])
+def test_gradients_of_any_size_survive_in_8_bits(size, backend):
+    """Without eps the update is near that of exact Adam (fp64): 10%, as for any other stream (gpu-findings.md: 6%).
+
+    Below 1e-17 the second moments, .001 g**2, leave the normal numbers of fp32 and are kept as the smallest of them.
+    """
+    grads, zeros = random_grads(12, [(64, 64)], 8, size), [torch.zeros(64, 64)]
+    options = {"lr": 1.0, "eps": 0.0, "weight_decay": 0, "backend": backend}
+    (param,), opt = run(lambda p: AdamW8bit(p, **options), grads[:-1], zeros, device_of(backend))
+    exact, coarse = ReferenceAdam(eps=0.0), ReferenceAdam(*INT4, eps=0.0)
+    for (grad,) in grads:
+        expected, control = exact.update(grad.double()), coarse.update(grad)
+    param.data.zero_()
+    param.grad = grads[-1][0].to(param.device)
+    opt.step()
+    assert (-param.detach().cpu().double() - expected).norm() < 0.1 * expected.norm() < (control - expected).norm()
+    moment = opt.state[param]["exp_avg"].dequantize().cpu().double()
+    assert (moment - exact.m).norm() < 0.1 * exact.m.norm()
+
+
+def test_first_moments_of_gradients_of_1e_20_survive():
+    grads = random_grads(12, [(64, 64)], 8, 1e-20)
+    params, opt = run(lambda p: AdamW8bit(p, backend="eager"), grads, [torch.zeros(64, 64)])
+    exact = ReferenceAdam()
+    for (grad,) in grads:
+        exact.update(grad.double())
+    moment, second = (opt.state[params[0]][key].dequantize().double() for key in ("exp_avg", "exp_avg_sq"))
+    assert (moment - exact.m).norm() < 0.1 * exact.m.norm()
+    assert (second > 0).all()  # its squares are near the end of fp32
 
 
 @pytest.mark.slow

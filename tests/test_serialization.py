@@ -99,20 +99,49 @@ def test_loading_its_own_state_dict_changes_nothing():
     assert torch.equal(module(X), before)
 
 
-@pytest.mark.parametrize("bad", ["shape", "nan", "missing"])
-def test_a_failed_load_says_what_and_keeps_the_weight(bad):
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("0.weight", torch.zeros(3, 64), "size mismatch for 0.weight"),
+        ("0.bias", torch.zeros(3), "size mismatch for 0.bias"),
+        ("2.weight", torch.full((32, 128), torch.nan), "2.weight: row 0 has NaN"),
+        ("2.weight", torch.full((32, 128), 7e4), "2.weight: row 0 has NaN, Inf or a magnitude over 65504"),
+        ("2.weight", torch.zeros(32, 128, dtype=torch.int8), "2.weight: an int8 weight takes a float tensor"),
+        ("2.weight", None, "2.weight: expected a tensor, got NoneType"),
+    ],
+)
+def test_a_bad_entry_is_named_and_leaves_the_whole_model_as_it_was(key, value, text):
+    module = qsub.quantize_(model())
+    state = {**model(1).state_dict(), key: value}
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    with pytest.raises(RuntimeError) as caught:
+        module.load_state_dict(state)
+    assert text in str(caught.value)
+    for name, p in module.named_parameters():
+        inner = (p.int_data, p.scale) if isinstance(p, Int8RowwiseTensor) else (p,)
+        kept = (before[name].int_data, before[name].scale) if len(inner) == 2 else (before[name],)
+        assert all(torch.equal(a, b) for a, b in zip(inner, kept, strict=True))
+
+
+def test_missing_and_unexpected_keys_are_reported_by_torch():
     module = qsub.quantize_(model())
     state = model(1).state_dict()
-    if bad == "shape":
-        state["0.weight"] = torch.zeros(3, 64)
-    elif bad == "nan":
-        state["0.weight"][5, 3] = torch.nan
-    else:
-        del state["0.weight"]
-    before = module[0].weight.dequantize()
-    with pytest.raises(RuntimeError, match=r"0\.weight"):
+    state["other"] = state.pop("0.weight")
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.weight[\s\S]*Unexpected key.*other"):
         module.load_state_dict(state)
-    assert torch.equal(module[0].weight.dequantize(), before)
+    assert module.load_state_dict(state, strict=False) == (["0.weight"], ["other"])
+
+
+def test_the_check_goes_with_the_model_and_away_with_dequantize():
+    module = copy.deepcopy(qsub.quantize_(qsub.quantize_(model())))
+    assert len(module._load_state_dict_pre_hooks) == 1
+    assert len(save_and_load(module, weights_only=False)._load_state_dict_pre_hooks) == 1
+    outer = nn.ModuleDict({"inner": module})
+    state = {f"inner.{key}": value for key, value in model(1).state_dict().items()}
+    state["inner.2.weight"][0, 0] = torch.inf
+    with pytest.raises(RuntimeError, match=r"inner\.2\.weight: row 0"):
+        outer.load_state_dict(state)
+    assert not qsub.dequantize_(outer)["inner"]._load_state_dict_pre_hooks
 
 
 def test_state_dict_is_detached_and_keeps_ties():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from qsub import loading
 from qsub.tensors import codes
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
@@ -113,6 +114,7 @@ def quantize_(
         weight = Int8RowwiseTensor.from_float(param)
         _replace(places, nn.Parameter(weight, requires_grad=trainable and param.requires_grad))
         del param
+    loading.register(model)
     return model
 
 
@@ -136,5 +138,7 @@ def dequantize_(model: nn.Module, *, progress: bool = False) -> nn.Module:
     places = [p for p in _owners(model).values() if isinstance(p[0][1]._parameters[p[0][2]], Int8RowwiseTensor)]
     for shared in _bar(places, progress, "dequantize"):
         weight = shared[0][1]._parameters[shared[0][2]]
-        _replace(shared, nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad))
+        _replace(shared, nn.Parameter(weight.decode(), requires_grad=weight.requires_grad))
+    for module in model.modules():
+        loading.unregister(module)
     return model

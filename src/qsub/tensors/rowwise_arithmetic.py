@@ -11,9 +11,11 @@ aten = torch.ops.aten
 
 
 def _plain(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """The value with each Int8RowwiseTensor in it dequantized."""
+    """The value with each Int8RowwiseTensor in it dequantized, and each float tensor in `dtype` if that is given."""
     if isinstance(value, Int8RowwiseTensor):
         return value.decode(dtype)
+    if isinstance(value, Tensor):
+        return value.to(dtype) if dtype is not None and value.is_floating_point() else value
     return [_plain(entry, dtype) for entry in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -134,5 +134,5 @@ def _embedding(func: Any, weight: Int8RowwiseTensor, indices: Tensor, *args: Any
     """F.embedding with an int8 table: only the rows asked for are dequantized, to a plain tensor."""
     if not isinstance(weight, Int8RowwiseTensor) or weight.scale_dim != -2:
         raise NotImplementedError("embedding takes an Int8RowwiseTensor as its table, not transposed")
-    scale = weight.scale[indices].unsqueeze(-1).float() * (1.0 / 127.0)
-    return (weight.int_data[indices] * scale).to(weight.dtype)
+    rows = weight.like(weight.int_data[indices.flatten()], weight.scale[indices.flatten()])
+    return rows.decode().view(*indices.shape, weight.shape[1])

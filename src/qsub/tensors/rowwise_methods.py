@@ -53,4 +53,5 @@ FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.is_shared] = _is_shared
 FUNCTIONS[Tensor.numpy] = _no_pointer
+FUNCTIONS[Tensor.nbytes.__get__] = lambda tensor: tensor.int_data.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.tolist] = lambda tensor: tensor.decode().tolist()

@@ -126,17 +126,15 @@ def _expand(func: Any, x: Int8RowwiseTensor, size: list[int], implicit: bool = F
 @OPS.implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _reshape(func: Any, x: Int8RowwiseTensor, size: list[int]) -> Any:
     """View and reshape that keep the rows: dimensions of size 1 come and go (einsum, bmm)."""
-    int_data = x.int_data.view(size)
     place = _scale_index(x)
-    if place is None:
-        raise NotImplementedError(_RESHAPE)
-    kept = [dim for dim, length in enumerate(x.shape) if length != 1 or dim == place]
-    new = [dim for dim, length in enumerate(int_data.shape) if length != 1]
-    if x.shape[place] == 1 or [x.shape[dim] for dim in kept] != [int_data.shape[dim] for dim in new]:
-        if int_data.shape != x.shape:
-            raise NotImplementedError(f"{_RESHAPE}, got {tuple(x.shape)} to {tuple(int_data.shape)}")
-        new, kept = [place], [place]
-    return _view(func, x, (size,), int_data, scale_dim=new[kept.index(place)] - int_data.dim())
+    target = list(torch.empty(x.shape, device="meta").view(size).shape)
+    if target == list(x.shape):
+        return _view(func, x, (size,), x.int_data.view(size))
+    kept = [dim for dim, length in enumerate(x.shape) if length != 1]
+    new = [dim for dim, length in enumerate(target) if length != 1]
+    if place not in kept or [x.shape[dim] for dim in kept] != [target[dim] for dim in new]:
+        raise NotImplementedError(f"{_RESHAPE}, got {tuple(x.shape)} to {tuple(target)}")
+    return _view(func, x, (size,), x.int_data.view(size), scale_dim=new[kept.index(place)] - len(target))
 
 
 _RESHAPE = "view of an Int8RowwiseTensor must keep its rows: call .dequantize() first"

@@ -1,0 +1,1 @@
+"""Exchange with other libraries; each module stands alone and imports nothing of theirs."""

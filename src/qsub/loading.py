@@ -1,0 +1,65 @@
+"""A check before load_state_dict touches a quantized model, so that a bad entry leaves all of it as it was.
+
+torch.nn.Module.load_state_dict copies entry by entry and raises at the end. quantize_ registers this check on the model
+it was given; dequantize_ removes it. Keys that are missing or not expected are torch's to report, after the others are
+loaded: a hook is not told whether strict=True was asked for.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from qsub.tensors import Int8RowwiseTensor
+from qsub.tensors.codes import check_rows
+
+
+def _problem(key: str, target: Tensor, value: Any, assign: bool) -> str | None:
+    if not isinstance(value, Tensor):
+        return f"{key}: expected a tensor, got {type(value).__name__}"
+    if value.shape != target.shape:
+        return f"size mismatch for {key}: shape {tuple(value.shape)} doesn't fit the model's {tuple(target.shape)}"
+    if isinstance(target, Int8RowwiseTensor) and not assign and not isinstance(value, Int8RowwiseTensor):
+        if not value.dtype.is_floating_point:
+            return f"{key}: an int8 weight takes a float tensor or an Int8RowwiseTensor, got {value.dtype}"
+        try:
+            check_rows(value.detach(), key)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+def check_before_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
+) -> None:
+    """load_state_dict pre-hook: RuntimeError, as torch's, with one line for each entry that can't be loaded."""
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    problems = []
+    for name, target in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
+        key = prefix + name
+        lazy = isinstance(target, (nn.UninitializedParameter, nn.UninitializedBuffer))
+        if key in state_dict and not lazy:
+            problem = _problem(key, target, state_dict[key], assign)
+            if problem is not None:
+                problems.append(problem)
+    if problems:
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}, which is left as it was:\n\t"
+            + "\n\t".join(problems)
+        )
+
+
+def register(module: nn.Module) -> None:
+    """Have `module` checked before it loads; once, however often this is called."""
+    if not _handles(module):
+        module.register_load_state_dict_pre_hook(check_before_load)
+
+
+def unregister(module: nn.Module) -> None:
+    """Undo `register`."""
+    for key in _handles(module):
+        del module._load_state_dict_pre_hooks[key]
+
+
+def _handles(module: nn.Module) -> list[int]:
+    hooks = module._load_state_dict_pre_hooks
+    return [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is check_before_load]
