@@ -6,7 +6,7 @@ from torch import Tensor
 from qsub.linear.ops import bias_gradient, dequantize_rowwise, int8_mm, int8_mm_transposed
 
 # Asked once: torch.compile of torch 2.11 can't trace the question.
-_AUTOCAST_DEVICES = tuple(device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device))
+AUTOCAST_DEVICES = tuple(device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device))
 
 _mm = torch.ops.qsub.int8_mm.default
 _mm_transposed = torch.ops.qsub.int8_mm_transposed.default
@@ -98,7 +98,7 @@ def int8_linear(
     if x.dim() == 0 or x.shape[-1] != int_data.shape[1]:
         raise ValueError(f"x must have shape (..., {int_data.shape[1]}) for this weight, got {tuple(x.shape)}")
     device = x.device.type
-    if device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
 
     arguments = (x, int_data, scale, bias, activations is not None, outlier_threshold, backward is not None)
