@@ -86,10 +86,10 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
     # single row of x, and the branch above for a weight with one row or column.
     a = a.contiguous().view(-1).view(a.shape)
     if a.shape[0] == 1 or a.shape[0] > _GEMV_ROWS or b.stride(0) != 1:
-        return torch._int_mm(a, b)
+        return torch._int_mm(a, b)  # type: ignore[attr-defined]
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.int32)
     for row in range(a.shape[0]):
-        torch._int_mm(a[row : row + 1], b, out=out[row : row + 1])
+        torch._int_mm(a[row : row + 1], b, out=out[row : row + 1])  # type: ignore[attr-defined]
     return out
 
 
@@ -129,7 +129,8 @@ def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -
     for start in range(0, n, rows):
         piece = int_data[start : start + rows].t()
         for row in range(codes.shape[0]):
-            torch._int_mm(codes[row : row + 1], piece, out=sums[row : row + 1, start : start + rows])
+            out = sums[row : row + 1, start : start + rows]
+            torch._int_mm(codes[row : row + 1], piece, out=out)  # type: ignore[attr-defined]
     out, *lower = sums.view(-1, x.shape[0], n).to(torch.float64).unbind()
     for digit in lower:
         out.mul_(_DIGIT_BASE).add_(digit)

@@ -106,7 +106,7 @@ def _is_direct(x: Tensor, weight: Int8RowwiseTensor) -> bool:
         and weight.scale_dim == -2
         and weight.dim() == 2
         and not (weight.requires_grad and torch.is_grad_enabled())
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
