@@ -73,7 +73,15 @@ def test_names_and_header_are_the_documented_ones(file):
     assert json.loads(metadata["qsub"]) == {
         "version": 1,
         "tensors": {
-            "a.weight": {"class": "Int8RowwiseTensor", "dtype": "float32", "scale_dim": -2, "whole_rows": True}
+            "a.weight": {
+                "class": "Int8RowwiseTensor",
+                "dtype": "float32",
+                "scale_dim": -2,
+                "whole_rows": True,
+                "activations": None,
+                "outlier_threshold": None,
+                "backward_mode": None,
+            }
         },
         "shared": {"b.weight": "a.weight"},
     }

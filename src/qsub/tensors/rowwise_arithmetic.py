@@ -39,7 +39,8 @@ for _name in _PLAIN.split():
     _packet = getattr(aten, _name)
     for _overload in _packet.overloads():
         _op = getattr(_packet, _overload)
-        if not _op._schema.is_mutable and "out" not in _overload:
+        takes_tensors = any("Tensor" in str(argument.type) for argument in _op._schema.arguments)
+        if takes_tensors and not _op._schema.is_mutable and "out" not in _overload:
             OPS.implements(_op)(_plain_result)
 
 
