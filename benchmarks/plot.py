@@ -12,6 +12,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 Row = dict[str, str]
 
@@ -19,14 +20,19 @@ Row = dict[str, str]
 def draw_bars(rows: list[Row]) -> None:
     """Step time of each optimizer, one panel for each set of parameters and dtype."""
     panels = list(dict.fromkeys((row["set"], row["dtype"]) for row in rows))
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
+    height = -(-len(panels) // 2)
+    figure, axes = plt.subplots(height, 2, figsize=(10, 2.8 * height), squeeze=False)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, panel in zip(axes.flat, panels, strict=False):
         here = [row for row in rows if (row["set"], row["dtype"]) == panel and row.get("step_ms")]
         here.sort(key=lambda row: -float(row["step_ms"]))
         colors = ["C1" if row["optimizer"].startswith("qsub") else "C0" for row in here]
         bars = axis.barh([row["optimizer"] for row in here], [float(row["step_ms"]) for row in here], color=colors)
         axis.bar_label(bars, fmt="%.2f", padding=2)
         axis.set(title=" ".join(panel), xlabel="ms per step", xscale="log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.margins(x=0.15)
     figure.tight_layout()
 
 
