@@ -107,9 +107,12 @@ def save_file(
     save = _safetensors().torch.save_file
     plain, header = _flatten(state_dict)
     path = Path(path)
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")  # made by the writer, with the usual permissions
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
+        temporary.touch(exist_ok=False)
+        usual = temporary.stat().st_mode  # safetensors makes files that only their owner can read
         save(plain, temporary, {**(metadata or {}), "format": "pt", _HEADER: json.dumps(header)})
+        temporary.chmod(usual)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
