@@ -41,10 +41,11 @@ def step(
         found_inf: of a GradScaler: unless 0, nothing changes.
     """
     steps = [state["step"] for state in states]
-    torch._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - float(found_inf))
+    private: Any = torch  # the type checker doesn't know these
+    private._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - float(found_inf))
     moments = [[state[key] for state in states] for key in moment_keys(group)]
     beta1, beta2 = group["betas"]
-    function = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_  # type: ignore[attr-defined]
+    function = private._fused_adamw_ if group["decoupled_weight_decay"] else private._fused_adam_
     values = [param.contiguous() for param in params]  # the kernel walks through memory
     function(
         values,
