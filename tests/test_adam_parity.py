@@ -40,6 +40,17 @@ def furthest(left, right):
     return max((a.cpu().double() - b.cpu().double()).abs().max().item() for a, b in zip(left, right, strict=True))
 
 
+def follows_torch(ours, make, grads, values, backend):
+    """Within 1e-6 of torch's fp32 step; a kernel that fuses multiply and add rounds the decayed parameter once rather
+    than twice, which adds up to 1e-5 in 100 steps, and must be as near to the step in fp64 as torch's is.
+    """
+    expected, _ = run(make, grads, values)
+    if backend != "triton":
+        return furthest(ours, expected) < 1e-6
+    exact, _ = run(make, [[g.double() for g in step] for step in grads], [v.double() for v in values])
+    return furthest(ours, exact) < furthest(expected, exact) + 1e-6
+
+
 # ---- fp32 state: the same numbers as torch ----
 
 OPTIONS = {
@@ -61,8 +72,7 @@ def test_fp32_state_follows_torch(cls, options, backend):
     grads, values = random_grads(100, SHAPES), random_grads(1, SHAPES, 1)[0]
     options = OPTIONS[options]
     ours, _ = run(lambda p: cls(p, state_bits=32, backend=backend, **options), grads, values, device_of(backend))
-    expected, _ = run(lambda p: TORCH[cls](p, **options), grads, values)
-    assert furthest(ours, expected) < 1e-6
+    assert follows_torch(ours, lambda p: TORCH[cls](p, **options), grads, values, backend)
 
 
 @pytest.mark.parametrize("wrong", [{"lr": 1.001e-3}, {"betas": (0.9, 0.9989)}, {"eps": 1e-6}, {"weight_decay": 0.011}])
@@ -79,7 +89,9 @@ def test_small_parameters_follow_torch_beside_8_bit_ones(backend):
     grads, values = random_grads(100, shapes), random_grads(1, shapes, 1)[0]
     ours, _ = run(lambda p: AdamW8bit(p, backend=backend), grads, values, device_of(backend))
     expected, _ = run(torch.optim.AdamW, grads, values)
-    assert furthest(ours[1:], expected[1:]) < 1e-6 < furthest(ours[:1], expected[:1])
+    assert 1e-6 < furthest(ours[:1], expected[:1])  # the 8-bit one is the control
+    small = [step[1:] for step in grads]
+    assert follows_torch(ours[1:], torch.optim.AdamW, small, values[1:], backend)
 
 
 # ---- 8-bit state: the bounds of bitsandbytes' tests ----

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import qsub
 from qsub import Int8RowwiseTensor
+from qsub.linear import int8_linear
 
 
 class Tied(nn.Module):
@@ -101,12 +102,64 @@ def test_lazy_modules_are_refused_by_name():
         qsub.quantize_(nn.Sequential(nn.LazyLinear(4)))
 
 
-def test_modes_that_are_not_there_say_so():
-    for options in ({"activations": "int8"}, {"outlier_threshold": 6.0}):
-        model = nn.Linear(4, 4)
-        with pytest.raises(NotImplementedError, match="not available yet"):
-            qsub.quantize_(model, **options)
-        assert not int8_names(model)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activations": "int8"},
+        {"activations": "int8", "outlier_threshold": 6.0},
+        {"backward": "int8"},
+        {"activations": "int8", "outlier_threshold": 2.0, "backward": "int8"},
+    ],
+)
+def test_modes_are_those_of_the_linear_on_plain_tensors(options):
+    layer = qsub.quantize_(nn.Linear(64, 48), **options)
+    weight = layer.weight
+    assert all(text in repr(weight) for text in map(repr, options.values()))
+    grads = []
+    for run in (
+        layer,
+        lambda x: int8_linear(x, weight.int_data, weight.scale, layer.bias, **options),
+        lambda x: x @ weight.t() + layer.bias,  # through autograd's mm
+    ):
+        x = torch.linspace(-3, 3, 5 * 64).view(5, 64).requires_grad_()
+        y = run(x)
+        y.pow(2).sum().backward()
+        grads.append((y.detach(), x.grad))
+    for y, grad in grads[1:]:
+        torch.testing.assert_close(y, grads[0][0], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(grad, grads[0][1], rtol=1e-5, atol=1e-4)
+    plain = qsub.quantize_(copy.deepcopy(qsub.dequantize_(copy.deepcopy(layer))))
+    y = plain(torch.linspace(-3, 3, 5 * 64).view(5, 64))
+    assert torch.equal(y, grads[0][0]) == ("activations" not in options)  # a mode makes a difference
+
+
+def test_modes_survive_copies_moves_and_files(tmp_path):
+    layer = qsub.quantize_(nn.Linear(64, 48), activations="int8", outlier_threshold=6.0, backward="int8")
+    qsub.save_file(layer.state_dict(), tmp_path / "x.safetensors")
+    torch.save(layer.state_dict(), tmp_path / "x.pt")
+    x = torch.randn(3, 64)
+    for state in (qsub.load_file(tmp_path / "x.safetensors"), torch.load(tmp_path / "x.pt")):
+        other = nn.Linear(64, 48)
+        other.load_state_dict(state, assign=True)
+        assert torch.equal(other(x), layer(x))
+    for twin in (copy.deepcopy(layer), copy.deepcopy(layer).bfloat16().float()):
+        assert twin.weight.fields() == layer.weight.fields()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"activations": "int4"}, "activations must be None or \"int8\", got 'int4'"),
+        ({"backward": "fp8"}, "backward_mode must be None"),
+        ({"outlier_threshold": 6.0}, "comes with activations"),
+        ({"activations": "int8", "outlier_threshold": 0.0}, "must be positive"),
+    ],
+)
+def test_modes_that_do_not_fit(options, text):
+    model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=text):
+        qsub.quantize_(model, **options)
+    assert not int8_names(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -73,7 +73,15 @@ def test_names_and_header_are_the_documented_ones(file):
     assert json.loads(metadata["qsub"]) == {
         "version": 1,
         "tensors": {
-            "a.weight": {"class": "Int8RowwiseTensor", "dtype": "float32", "scale_dim": -2, "whole_rows": True}
+            "a.weight": {
+                "class": "Int8RowwiseTensor",
+                "dtype": "float32",
+                "scale_dim": -2,
+                "whole_rows": True,
+                "activations": None,
+                "outlier_threshold": None,
+                "backward_mode": None,
+            }
         },
         "shared": {"b.weight": "a.weight"},
     }
@@ -187,6 +195,12 @@ def test_a_missing_inner_tensor_is_named(tmp_path):
     safetensors.torch.save_file(parts, path, {"qsub": json.dumps(header)})
     with pytest.raises(ValueError, match=r"'w.scale' is missing"):
         qsub.load_file(path)
+
+
+def test_the_file_has_the_usual_permissions(file):
+    other = file.with_name("other")
+    other.touch()
+    assert file.stat().st_mode == other.stat().st_mode
 
 
 def test_missing_file():

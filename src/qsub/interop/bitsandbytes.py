@@ -36,7 +36,8 @@ def _read_layer(prefix: str, entries: Mapping[str, Any], dtype: torch.dtype) -> 
         )
     if scb.device.type != "meta" and not bool(((scb >= 0) & (scb <= FP16_MAX)).all()):
         raise ValueError(f"{prefix}SCB has a value that is negative, not finite or over {FP16_MAX:.0f}")
-    return Int8RowwiseTensor(torch.as_tensor(weight.data).as_subclass(Tensor), scb.to(torch.float16), dtype=dtype)
+    codes = weight.data.as_subclass(Tensor)
+    return Int8RowwiseTensor(codes, scb.to(torch.float16), dtype)  # type: ignore[call-overload]
 
 
 def weights_from_bitsandbytes(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float16) -> dict[str, Any]:

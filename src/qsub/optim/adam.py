@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.optim import fused_cpu
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, run_step
 from qsub.optim.hyper import HyperTensor
@@ -150,49 +151,73 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [[(p, p.grad) for p in group["params"] if p.grad is not None] for group in self.param_groups]
-        for pairs in work:
-            for _, grad in pairs:
-                if grad.layout != torch.strided:
-                    name = type(self).__name__
-                    raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
-        for index, (group, pairs) in enumerate(zip(self.param_groups, work, strict=True)):
-            for param, grad in self._step_together(index, group, pairs):
-                self._step_param(index, group, param, grad)
+        work = []
+        for group in self.param_groups:
+            params: list[Tensor] = group["params"]
+            grads: list[Any] = [p.grad for p in params]
+            if not all(grad is not None for grad in grads):
+                params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            if {grad.layout for grad in grads} - {torch.strided}:
+                name = type(self).__name__
+                raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
+            work.append((group, params, grads))
+        for index, (group, params, grads) in enumerate(work):
+            if params and not self._step_again(index, group, params, grads):
+                self._step_group(index, group, list(zip(params, grads, strict=True)))
         return loss
 
-    def _step_together(
-        self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Step those parameters that backend "triton" takes, one launch a device; returns the others."""
-        devices = {param.device for param, _ in pairs}
-        others = []
+    def _step_again(self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> bool:
+        """Step by one launch, if the group is as it was in the last step; this is what most steps are."""
+        plan = self._launches and self._launches.repeated(index, group, self.state, params, grads)
+        if not plan:
+            return False
+        self._check_capture(group, plan.device)
+        hyper = self._refresh_hyper(index, group, plan.device)
+        self._launches.launch(plan, group, self.state, params, grads, hyper, self._write_back)
+        return True
+
+    def _step_group(self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Step a group: with backend "triton" what it takes of each device together, the rest one by one."""
+        devices = list(dict.fromkeys(param.device for param, _ in pairs))
         for device in devices:
-            here = pairs if len(devices) == 1 else [pair for pair in pairs if pair[0].device == device]
-            if device.type == "cuda":
-                self._check_capture(group)
-            if resolve_backend(self.backend, device) != "triton":
-                others += here
-                continue
-            from qsub.optim import one_launch, plan  # needs Triton, which not every platform has
+            here = [pair for pair in pairs if pair[0].device == device]
+            self._check_capture(group, device)
+            taken = []
+            if resolve_backend(self.backend, device) == "triton":
+                from qsub.optim import one_launch  # needs Triton, which not every platform has
 
-            one_launch.check_device(device)
-            taken = [pair for pair in here if plan.takes(*pair)]
-            if len(taken) < len(here):
-                others += [pair for pair in here if not plan.takes(*pair)]
-            if not taken:
-                continue
-            for param, _ in taken:
-                self._init_state(group, param)
-            if self._launches is None:
-                self._launches = one_launch.OneLaunch()
-            hyper = self._refresh_hyper(index, group, device)
+                one_launch.check_device(device)
+                taken = [pair for pair in here if one_launch.takes(*pair)]
+                here = [pair for pair in here if not one_launch.takes(*pair)]
+            if taken:
+                for param, _ in taken:
+                    self._init_state(group, param)
+                self._launches = self._launches or one_launch.OneLaunch()
+                params, grads = map(list, zip(*taken, strict=True))
+                plan = self._launches.plan((index, device), group, self.state, params, grads)
+                plan.covers_group = len(devices) == 1 and not here
+                hyper = self._refresh_hyper(index, group, device)
+                self._launches.launch(plan, group, self.state, params, grads, hyper, self._write_back)
+            if resolve_backend(self.backend, device) == "compile" and device.type == "cpu":
+                here = self._step_fused(group, here)
+            for param, grad in here:
+                self._step_param(index, group, param, grad)
+
+    def _step_fused(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Step what torch's fused kernel for the CPU takes; returns the others."""
+        taken = [pair for pair in pairs if fused_cpu.takes(*pair, group)]
+        if taken:
+            states_ = [self._init_state(group, param) for param, _ in taken]
+            for (param, _), state in zip(taken, states_, strict=True):
+                states.check_form(param, group, state)
             params, grads = map(list, zip(*taken, strict=True))
-            self._launches.step((index, device), group, self.state, params, grads, hyper, self._write_back)
-        return others
+            scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            fused_cpu.step(group, params, grads, states_, *scaling)
+        return [pair for pair in pairs if not fused_cpu.takes(*pair, group)]
 
-    def _check_capture(self, group: dict[str, Any]) -> None:
-        if not group["capturable"] and torch.cuda.is_current_stream_capturing():
+    def _check_capture(self, group: dict[str, Any], device: torch.device) -> None:
+        if device.type == "cuda" and not group["capturable"] and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"step() of {type(self).__name__} was captured in a CUDA graph with capturable=False. "
                 "Pass capturable=True."

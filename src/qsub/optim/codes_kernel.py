@@ -1,71 +1,116 @@
-"""The block codes and the random bits of `qsub.tensors.codes` as Triton functions, bit for bit.
+"""The block code and the random bits of `qsub.tensors.state_codes` as Triton functions, bit for bit.
 
-Multiplying by 2**-120 (2**-112) moves the exponent field of fp32 onto that of the code, so the code's denormals are
-fp32's, and code and value are one shift apart. This needs fp32 denormals, which CUDA and numpy keep.
+A tile is (blocks, block_size). Exponents and numbers of codes per octave are (blocks,) int32.
 """
+
+# What Triton's functions take and return is the compiler's matter, not that of a type checker.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 
 import triton
 import triton.language as tl
 
-_TOP = tl.constexpr(1.9375)
-_SHIFT = tl.constexpr(19)
-_HALF_CODE = tl.constexpr(1 << 18)
-_SIGNED_DOWN = tl.constexpr(2.0**-120)
-_SIGNED_UP = tl.constexpr(2.0**120)
-_UNSIGNED_DOWN = tl.constexpr(2.0**-112)
-_UNSIGNED_UP = tl.constexpr(2.0**112)
-_SCALE_MAX = tl.constexpr(2.0**126)
-_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+_OCTAVE = tl.constexpr(1 << 23)
+HALF = tl.constexpr(1 << 22)  # in place of noise, rounds to nearest
+_SIGNED_OCTAVES = tl.constexpr(20)
+_UNSIGNED_OCTAVES = tl.constexpr(40)
 _MULTIPLIER_1 = tl.constexpr(0x7FEB352D)
 _MULTIPLIER_2 = tl.constexpr(0x846CA68B - (1 << 32))
+_LANE_MULTIPLIER_1 = tl.constexpr(0x21F0AAAD)
+_LANE_MULTIPLIER_2 = tl.constexpr(0xD35A2D97 - (1 << 32))
+_MULTIPLIER_3 = tl.constexpr(747796405)
 
 
 @triton.jit
-def block_scale(absmax):
-    """Scale of each block in fp32 from its largest magnitude: rounded up to bf16, at least 2**-126 unless 0."""
-    bits = (tl.minimum(absmax, _SCALE_MAX).to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
-    return tl.where(absmax > 0, tl.maximum(bits.to(tl.float32, bitcast=True), _SMALLEST_NORMAL), 0.0)
+def load_scale(address, mask):
+    """Exponent and codes per octave of each block, from their two bytes."""
+    pair = tl.load(address, mask=mask, other=0).to(tl.int32)
+    return pair & 255, pair >> 8
 
 
 @triton.jit
-def _per_scale(scale):
-    top = tl.full(scale.shape, _TOP, tl.float32)
-    return tl.where(scale > 0, tl.div_rn(top, tl.where(scale > 0, scale, 1.0)), 0.0)[:, None]
+def store_scale(address, exponent, per_octave, mask):
+    """Inverse of `load_scale`."""
+    tl.store(address, (exponent | (per_octave << 8)).to(tl.uint16), mask=mask)
 
 
 @triton.jit
-def decode_signed(codes, scale):
-    """exp_avg of (blocks, block_size) int32 codes and (blocks,) fp32 scales."""
-    bits = ((codes & 127) << _SHIFT) | ((codes & 128) << 24)
-    return bits.to(tl.float32, bitcast=True) * _SIGNED_UP * (scale * (1.0 / _TOP))[:, None]
+def _step(per_octave):
+    divisor = tl.maximum(per_octave, 1).to(tl.float32)
+    return (tl.div_rn(tl.full(divisor.shape, _OCTAVE, tl.float32), divisor) + 0.5).to(tl.int32)
 
 
 @triton.jit
-def encode_signed(values, scale):
-    """(blocks, block_size) uint8 codes of exp_avg, rounded to nearest."""
-    bits = (values * _per_scale(scale) * _SIGNED_DOWN).to(tl.int32, bitcast=True)
-    magnitude = tl.minimum(((bits & 0x7FFFFFFF) + _HALF_CODE) >> _SHIFT, 127)
-    return (magnitude | ((bits >> 24) & 128)).to(tl.uint8)
+def decode_exp_avg(codes, exponent, per_octave):
+    """exp_avg of int32 codes."""
+    start = exponent << 23
+    bits = start[:, None] + (codes & 127) * _step(per_octave)[:, None]
+    magnitude = bits.to(tl.float32, bitcast=True) - start.to(tl.float32, bitcast=True)[:, None]
+    return (magnitude.to(tl.int32, bitcast=True) ^ ((codes & 128) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def decode_unsigned(codes, scale):
-    """exp_avg_sq of (blocks, block_size) int32 codes and (blocks,) fp32 scales."""
-    return (codes << _SHIFT).to(tl.float32, bitcast=True) * _UNSIGNED_UP * (scale * (1.0 / _TOP))[:, None]
+def decode_exp_avg_sq(codes, exponent, per_octave):
+    """exp_avg_sq of int32 codes."""
+    step = _step(per_octave)
+    bits = ((exponent << 23) - step)[:, None] + codes * step[:, None]
+    return tl.where(codes > 0, bits.to(tl.float32, bitcast=True), 0.0)
 
 
 @triton.jit
-def encode_unsigned(values, scale, noise):
-    """(blocks, block_size) uint8 codes of exp_avg_sq; `noise` in [0, 2**19), 2**18 to round to nearest."""
-    bits = (values * _per_scale(scale) * _UNSIGNED_DOWN).to(tl.int32, bitcast=True)
-    codes = tl.minimum((bits + noise) >> _SHIFT, 255)
-    return tl.where(values > 0, tl.maximum(codes, 1), 0).to(tl.uint8)
+def exponent_range(second):
+    """Biased exponents of the smallest non-zero and of the largest value of each block; 254 and 0 if all are 0.
+
+    The second one is over 254 where a value is Inf or NaN.
+    """
+    bits = second.to(tl.int32, bitcast=True)
+    # Less one and without a sign, zero is the largest number of all.
+    smallest = tl.min((bits - 1).to(tl.uint32, bitcast=True), axis=1).to(tl.int32, bitcast=True)
+    low = tl.where(smallest == -1, 254, (smallest + 1) >> 23)
+    largest = tl.max(bits.to(tl.uint32, bitcast=True), axis=1)
+    return low, (largest >> 23).to(tl.int32)
 
 
 @triton.jit
-def encode_unsigned_nearest(values, scale):
-    """`encode_unsigned` to nearest, for max_exp_avg_sq."""
-    return encode_unsigned(values, scale, _HALF_CODE)
+def encode_exp_avg_sq(second, low, high, noise):
+    """Codes (uint8) of a second moment, exponent and codes per octave of its blocks.
+
+    Args:
+        second: tile of fp32, finite and not negative.
+        low: from `exponent_range`, as `high`.
+        high: see `low`.
+        noise: 23 random bits, or HALF.
+    """
+    low = tl.maximum(tl.minimum(tl.maximum(low, high - _UNSIGNED_OCTAVES), high), 1)
+    per_octave = (254.5 / tl.maximum(high - low + 1, 1).to(tl.float32)).to(tl.int32)
+    bits = second.to(tl.int32, bitcast=True)
+    distance = tl.maximum(bits - (low << 23)[:, None], 0)
+    # Zero has distance 0 and so gets code 0 here, any other value 1 more.
+    codes = ((distance * per_octave[:, None] + noise) >> 23) + tl.minimum(bits, 1)
+    return codes.to(tl.uint8), low, per_octave
+
+
+@triton.jit
+def encode_exp_avg(first, low, noise):
+    """Codes (uint8) of a first moment, exponent and codes per octave of its blocks.
+
+    Args:
+        first: tile of fp32, magnitudes up to 1e38.
+        low: from `exponent_range` of the second moment.
+        noise: 23 random bits.
+    """
+    magnitude = tl.abs(first)
+    largest = tl.max(magnitude, axis=1)
+    top = largest.to(tl.int32, bitcast=True) >> 23
+    knee = tl.maximum(tl.minimum((low + 125) >> 1, top + 1), top - _SIGNED_OCTAVES)
+    knee = tl.minimum(tl.maximum(knee, 1), 253)
+    start = knee << 23
+    offset = start.to(tl.float32, bitcast=True)
+    quarters = (((largest + offset).to(tl.int32, bitcast=True) - start) >> 21) + 1
+    per_octave = tl.minimum((508.5 / quarters.to(tl.float32)).to(tl.int32), 255)
+    distance = (magnitude + offset[:, None]).to(tl.int32, bitcast=True) - start[:, None]
+    codes = (distance * per_octave[:, None] + noise) >> 23  # at most 127, as distance * per_octave < 127 * 2**23
+    return (codes | ((first.to(tl.int32, bitcast=True) >> 24) & 128)).to(tl.uint8), knee, per_octave
 
 
 @triton.jit
@@ -77,21 +122,23 @@ def mix(bits):
 
 
 @triton.jit
-def random_bits(salt, place, lane):
-    """Random int32 of each element, see `qsub.tensors.codes.random_bits`.
+def random_bits(salt, advance, place, lane):
+    """Random int32 of each element, see `qsub.tensors.state_codes.random_bits`.
 
     Args:
-        salt: scalar int32 of the seed and the step.
+        salt: scalar int32 of the seed and the window of steps.
+        advance: scalar int32, the step times the golden ratio.
         place: (blocks, 1) int64, place of the block's first element in the whole parameter.
         lane: (1, block_size) int32.
     """
-    high = mix(salt ^ (place >> 32).to(tl.int32))
-    return mix(high ^ (place.to(tl.int32) + lane))
+    block = mix(mix(salt ^ (place >> 32).to(tl.int32)) ^ place.to(tl.int32))
+    phase = (block ^ lane) * _LANE_MULTIPLIER_1
+    return (phase ^ ((phase >> 15) & 0x1FFFF)) * _LANE_MULTIPLIER_2 + advance
 
 
 @triton.jit
-def round_to_bf16(value, noise):
+def round_to_bf16(value, bits):
     """fp32 `value` rounded stochastically to a value of bf16 (still in fp32), NaN and Inf kept."""
-    bits = value.to(tl.int32, bitcast=True)
-    rounded = ((bits + ((noise >> 16) & 0xFFFF)) & -0x10000).to(tl.float32, bitcast=True)
+    noise = ((bits * _MULTIPLIER_3) >> 16) & 0xFFFF
+    rounded = ((value.to(tl.int32, bitcast=True) + noise) & -0x10000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(value) < float("inf"), rounded, value)

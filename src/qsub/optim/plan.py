@@ -11,6 +11,8 @@ from torch import Tensor
 
 from qsub.optim import adam_kernel as kernel
 from qsub.optim.hyper import upload
+from qsub.optim.scalars_kernel import N_SCALARS
+from qsub.optim.state_dict import check_form, moment_keys
 from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
@@ -32,6 +34,10 @@ def kernel_dtype(param: Tensor) -> torch.dtype:
 
 def _form(param: Tensor) -> tuple[Any, ...]:
     return param.dtype, param.shape, param.stride()
+
+
+def _options(group: dict[str, Any]) -> tuple[Any, ...]:
+    return group["amsgrad"], group["block_size"]
 
 
 @dataclass
@@ -64,22 +70,13 @@ def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, a
     scales = [moment.scale for moment in moments] if is_8bit else []
     if not all(tensor.is_contiguous() and tensor.device == param.device for tensor in (*values, *scales)):
         raise ValueError(f"{where} must be contiguous and on that device. Load it with load_state_dict.")
-    if moments[0].shape != param.shape:
-        raise ValueError(
-            f"{where} has shape {tuple(moments[0].shape)}: the parameter was changed. Make a new optimizer."
-        )
     aligned = aligned and not any(tensor.data_ptr() & 15 for tensor in values)
     count = param.numel()
     if not is_8bit:
         wide = aligned and count >= _ALIGNED_FLOAT and count % 16 == 0
         layout = kernel.FLOAT.value if wide else kernel.FLOAT_RAGGED.value
         return _Row(layout, count, 1, count, -(-count // (blocks * block_size)), values)
-    if any(moment.block_size != block_size for moment in moments):
-        raise ValueError(
-            f"{where} has blocks of {moments[0].block_size}, its group asks for block_size={block_size}. "
-            "Load the state with load_state_dict to encode it anew."
-        )
-    length, total = row_shape(param.shape)[1], scales[0].numel()
+    length, total = row_shape(param.shape)[1], scales[0].numel() // 2
     chunks = -(-total // blocks)
     if length % block_size == 0 and aligned:
         return _Row(kernel.FLAT.value, count, 1, total, chunks, values, scales)
@@ -117,8 +114,8 @@ class Plan:
         params: the parameters; each has a state.
         grad_dtypes: dtype of the gradient of each.
         states: their optimizer states. Each state's "step" becomes a view of `steps`.
-        keys: keys of the moments.
-        block_size: elements per block.
+        group: the group's options.
+        index: of the group.
         unaligned: ids of parameters that came with addresses that are no multiple of 16 bytes.
 
     Raises:
@@ -130,20 +127,25 @@ class Plan:
         params: list[Tensor],
         grad_dtypes: list[torch.dtype],
         states: list[dict[str, Any]],
-        keys: list[str],
-        block_size: int,
+        group: dict[str, Any],
+        index: int,
         unaligned: set[int],
     ) -> None:
-        device = params[0].device
-        self.params, self.grad_dtypes = params, grad_dtypes
+        self.params, self.grad_dtypes, self.index = params, grad_dtypes, index
+        self.device = device = params[0].device
         self.ids = [id(param) for param in params]
         self.slots = {ident: slot for slot, ident in enumerate(self.ids)}
         self.staged = [
             slot for slot, p in enumerate(params) if isinstance(p, Int8RowwiseTensor) or not p.is_contiguous()
         ]
+        self.covers_group = False  # the last step was for all of these, and for no other parameter of the group
         self._forms = [_form(param) for param in params]
-        self.options = (keys, block_size)
+        self._dtypes = [param.dtype for param in params]
+        self._options = _options(group)
+        keys, block_size = moment_keys(group), group["block_size"]
         self.blocks = max(1, _TILE // block_size)
+        for param, state in zip(params, states, strict=True):
+            check_form(param, group, state)
         rows = [
             _describe(param, [state[key] for key in keys], block_size, self.blocks, id(param) not in unaligned)
             for param, state in zip(params, states, strict=True)
@@ -157,21 +159,31 @@ class Plan:
         self.steps = _gather_steps(states, device)
         for state, view in zip(states, self.steps.unbind(), strict=True):
             state["step"] = view
-        self._held = [
-            (param, state, [(key, state[key]) for key in ("step", *keys)])
-            for param, state in zip(params, states, strict=True)
-        ]
+        self._states = states
+        self._held = {key: [state[key] for state in states] for key in ("step", *keys)}
         self._tensors = [tensor for row in rows for tensor in (*row.values, *row.scales)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
+        self._seen: list[int] = []  # ids of the values of the optimizer's state when it was last looked through
         table = torch.tensor([row.columns(kind) for row, kind in zip(rows, kinds, strict=True)], dtype=torch.int64)
         self.table = torch.empty_like(table, device=device)
         upload(self.table, table)
         programs = _program_map([row.chunks for row in rows])
         self.programs = torch.empty_like(programs, device=device)
         upload(self.programs, programs)
-        self.scalars = torch.empty(len(rows), kernel.N_SCALARS.value, dtype=torch.int32, device=device)
+        self.scalars = torch.empty(len(rows), N_SCALARS.value, dtype=torch.int32, device=device)
         self.pointers = torch.empty(len(rows), 2, dtype=torch.int64, device=device)
         self.uploaded: list[int] = []  # what `pointers` holds: address of parameter, of gradient, of the next ...
+        self.pinned: Tensor | None = None  # for a capture, during which none can be allocated
+        if group["capturable"] and device.type == "cuda":
+            self.pinned = torch.empty(len(rows), 2, dtype=torch.int64, pin_memory=True)
+
+    def suits(self, group: dict[str, Any], grads: list[Tensor] | None = None) -> bool:
+        """Whether the options, the dtypes of the parameters and (if given) of the gradients are the plan's."""
+        return (
+            _options(group) == self._options
+            and [param.dtype for param in self.params] == self._dtypes
+            and (grads is None or [grad.dtype for grad in grads] == self.grad_dtypes)
+        )
 
     def has_forms(self) -> bool:
         """Whether the parameters have the dtypes, shapes and strides that they had when the plan was made."""
@@ -179,10 +191,15 @@ class Plan:
 
     def is_current(self, all_states: Mapping[Tensor, Any]) -> bool:
         """Whether the optimizer's state is still what the table points to."""
-        for param, state, held in self._held:
-            if all_states.get(param) is not state:
+        seen = list(map(id, all_states.values()))
+        if seen != self._seen:
+            if any(all_states.get(param) is not state for param, state in zip(self.params, self._states, strict=True)):
                 return False
-            for key, tensor in held:
-                if state.get(key) is not tensor:
+            self._seen = seen
+        try:
+            for key, tensors in self._held.items():
+                if not all(map(operator.is_, map(operator.itemgetter(key), self._states), tensors)):
                     return False
+        except KeyError:
+            return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._addresses

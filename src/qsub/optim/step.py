@@ -13,7 +13,6 @@ from qsub.tensors.state_codes import (
     encode_exp_avg,
     encode_exp_avg_sq,
     exponent_range,
-    mix,
     noise_of,
     random_bits,
 )
@@ -24,6 +23,8 @@ from qsub.tensors.state_codes import (
 LR, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, LOG_BETA1, LOG_BETA2, EPS = range(8)
 WEIGHT_DECAY, GRAD_FACTOR, SKIP = range(8, 11)
 N_HYPER = 11
+# The rounding of the parameter draws from the state's bits times this: a Weyl sequence of another stride.
+_OTHER = 747796405
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
@@ -88,7 +89,7 @@ def _store_pair(target: tuple[Tensor, Tensor], value: tuple[Tensor, Tensor], hyp
 def _store_param(param: Tensor, value: Tensor, bits: Tensor | None, hyper: Tensor) -> None:
     """Write fp32 `value` to `param` in its dtype; with random bits to bf16 stochastically, NaN and Inf kept."""
     if bits is not None:
-        noise = (mix(bits) >> 16) & 0xFFFF
+        noise = ((bits * _OTHER) >> 16) & 0xFFFF
         rounded = ((value.view(torch.int32) + noise) & -0x10000).view(torch.float32)
         value = torch.where(value.abs() <= _FLOAT_MAX, rounded, value)
     _store(param, value.to(param.dtype), hyper)

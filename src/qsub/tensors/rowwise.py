@@ -34,6 +34,9 @@ class Int8RowwiseTensor(torch.Tensor):
             None for a single row with a 0-dim scale. Views set it.
         whole_rows: False for a view of some columns, which can't be updated in place, since its scales belong to
             the whole rows.
+        activations: how linear multiplies: None in the dtype of the input, "int8" with the rows of the input quantized.
+        outlier_threshold: with "int8", columns of the input over this magnitude are multiplied in float.
+        backward_mode: None for the exact gradient of the input, "int8" for the product of quantized gradients.
         requires_grad: as in torch.nn.Parameter.
 
     Raises:
@@ -45,6 +48,9 @@ class Int8RowwiseTensor(torch.Tensor):
     scale: Tensor
     scale_dim: int | None
     whole_rows: bool
+    activations: str | None
+    outlier_threshold: float | None
+    backward_mode: str | None
 
     @staticmethod
     def __new__(
@@ -54,6 +60,9 @@ class Int8RowwiseTensor(torch.Tensor):
         dtype: torch.dtype = torch.float32,
         scale_dim: int | None = -2,
         whole_rows: bool = True,
+        activations: str | None = None,
+        outlier_threshold: float | None = None,
+        backward_mode: str | None = None,
         requires_grad: bool = False,
     ):
         """See the class."""
@@ -65,6 +74,7 @@ class Int8RowwiseTensor(torch.Tensor):
                 f"Int8RowwiseTensor takes int8 codes and an fp16 scale, got {got}. "
                 "For a float weight use Int8RowwiseTensor.from_float(weight)."
             )
+        check_modes(activations, outlier_threshold, backward_mode)
         fits = scale_dim is None or -int_data.dim() <= scale_dim <= -1
         if not fits or scale.shape != (() if scale_dim is None else (int_data.shape[scale_dim],)):
             raise ValueError(
@@ -83,15 +93,17 @@ class Int8RowwiseTensor(torch.Tensor):
             requires_grad=requires_grad,
         )
         self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
+        self.activations, self.outlier_threshold, self.backward_mode = activations, outlier_threshold, backward_mode
         return self
 
     @classmethod
-    def from_float(cls, weight: Tensor, *, requires_grad: bool = False) -> "Int8RowwiseTensor":
+    def from_float(cls, weight: Tensor, *, requires_grad: bool = False, **modes: Any) -> "Int8RowwiseTensor":
         """Quantize a float matrix row by row, to nearest.
 
         Args:
             weight: (out_features, in_features), any float dtype.
             requires_grad: of the result.
+            **modes: activations, outlier_threshold and backward_mode, see the class.
 
         Raises:
             TypeError: the weight is not floating point.
@@ -105,7 +117,7 @@ class Int8RowwiseTensor(torch.Tensor):
         weight = weight.detach()
         math8.check_rows(weight)
         int_data, scale = math8.quantize_rows(weight)
-        return cls(int_data, scale, weight.dtype, requires_grad=requires_grad)  # type: ignore[call-overload]
+        return cls(int_data, scale, weight.dtype, requires_grad=requires_grad, **modes)  # type: ignore[call-overload]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Plain float tensor `int_data * scale / 127` of the same shape; gradients flow back to a trainable weight.
@@ -160,7 +172,14 @@ class Int8RowwiseTensor(torch.Tensor):
 
     def fields(self) -> dict[str, Any]:
         """What the tensor is besides its inner tensors, as keywords of the class."""
-        return {"dtype": self.dtype, "scale_dim": self.scale_dim, "whole_rows": self.whole_rows}
+        return {
+            "dtype": self.dtype,
+            "scale_dim": self.scale_dim,
+            "whole_rows": self.whole_rows,
+            "activations": self.activations,
+            "outlier_threshold": self.outlier_threshold,
+            "backward_mode": self.backward_mode,
+        }
 
     def like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """A tensor of other inner tensors with the remaining fields of this one, or those in `changes`."""
@@ -182,6 +201,8 @@ class Int8RowwiseTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         fields = f"shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         fields += "" if self.scale_dim == -2 else f", scale_dim={self.scale_dim}"
+        for name in ("activations", "outlier_threshold", "backward_mode"):
+            fields += "" if getattr(self, name) is None else f", {name}={getattr(self, name)!r}"
         fields += ", requires_grad=True" if self.requires_grad else ""
         return f"{type(self).__name__}({fields})"
 
@@ -195,6 +216,18 @@ class Int8RowwiseTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Handlers are in the modules rowwise_views, rowwise_copies, rowwise_arithmetic and rowwise_matmul."""
         return OPS.dispatch(func, args, kwargs)
+
+
+def check_modes(activations: Any, outlier_threshold: Any, backward_mode: Any) -> None:
+    """ValueError unless the three fit together."""
+    for name, value in (("activations", activations), ("backward_mode", backward_mode)):
+        if value not in (None, "int8"):
+            raise ValueError(f'{name} must be None or "int8", got {value!r}')
+    if outlier_threshold is not None and (activations is None or not outlier_threshold > 0):
+        raise ValueError(
+            f'outlier_threshold must be positive and comes with activations="int8", got {outlier_threshold!r} with '
+            f"activations={activations!r}"
+        )
 
 
 class _Dequantize(torch.autograd.Function):

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from qsub.linear import int8_mm, int8_mm_transposed
+from qsub.linear import AUTOCAST_DEVICES, int8_linear, int8_mm, int8_mm_transposed
 from qsub.tensors.rowwise import FUNCTIONS, OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
@@ -31,8 +32,9 @@ def _product(x: Tensor, weight: Int8RowwiseTensor, bias: Tensor | None = None) -
             f"{weight.shape[0]}x{weight.shape[1]})"
         )
     if weight.scale_dim == -1:  # the forward of linear: weight is W.t(), with a scale for each column of the result
-        return int8_mm(x, weight.int_data.t(), weight.scale, bias)
-    result = int8_mm_transposed(x, weight.int_data, weight.scale)
+        modes = {"activations": weight.activations, "outlier_threshold": weight.outlier_threshold}
+        return int8_mm(x, weight.int_data.t(), weight.scale, bias, **modes)
+    result = int8_mm_transposed(x, weight.int_data, weight.scale, backward=weight.backward_mode)
     return result if bias is None else result.add_(bias)
 
 
@@ -80,7 +82,34 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not isinstance(weight, Int8RowwiseTensor):
         raise NotImplementedError("linear with an Int8RowwiseTensor as input or bias: call .dequantize() on it")
+    if _is_direct(input, weight):
+        return int8_linear(
+            input,
+            weight.int_data,
+            weight.scale,
+            bias,
+            activations=weight.activations,
+            outlier_threshold=weight.outlier_threshold,
+            backward=weight.backward_mode,
+        )
     return _times_transposed(input, weight.t(), bias)
+
+
+def _is_direct(x: Tensor, weight: Int8RowwiseTensor) -> bool:
+    """Whether one operator on plain tensors does it: a frozen weight in eager mode, outside of transforms and traces.
+
+    That saves the two wrapper tensors that t() and autograd's saved weight make, two thirds of the overhead of a call.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and weight.scale_dim == -2
+        and weight.dim() == 2
+        and not (weight.requires_grad and torch.is_grad_enabled())
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
@@ -95,7 +124,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight + bias` for x (..., K) and weight (K, N), by one two-dimensional product."""
     device = weight.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
         with torch.autocast(device, enabled=False):
             return _times_transposed(x, weight, bias)

@@ -157,13 +157,15 @@ def random_bits(seed: Tensor, step: Tensor, first_block: Tensor, blocks: int, bl
         block_size: elements per block.
 
     Returns:
-        (blocks, block_size) int32.
+        (blocks, block_size) int32; the lowest 7 bits are not quite independent between neighbours.
     """
     salt = mix(seed ^ mix(step >> _WINDOW))
     place = (torch.arange(blocks, device=seed.device) + first_block) * block_size  # (blocks,) int64
-    high = mix(salt ^ (place >> 32).to(torch.int32))  # (blocks,): the salt, varied every 2**32 elements
+    block = mix(mix(salt ^ (place >> 32).to(torch.int32)) ^ place.to(torch.int32))  # (blocks,)
+    # A full hash for each block; for a lane in it the two multiplications of another one are enough.
     lane = torch.arange(block_size, dtype=torch.int32, device=seed.device)
-    phase = mix(high.unsqueeze(1) ^ (place.to(torch.int32).unsqueeze(1) + lane))
+    phase = (block.unsqueeze(1) ^ lane) * 0x21F0AAAD
+    phase = (phase ^ ((phase >> 15) & 0x1FFFF)) * (0xD35A2D97 - (1 << 32))
     return phase + step * _GOLDEN
 
 

@@ -1,0 +1,124 @@
+"""Cases of test_linear_kernels.py, run with TRITON_INTERPRET=1: the Triton kernels' source on CPU tensors.
+
+The interpreter multiplies bf16 operands of tl.dot as integers (a known limit), so products of bf16 are left to the GPU
+tests; bf16 inputs of kernels that multiply codes or use fp32 are covered.
+"""
+
+import itertools
+
+import pytest
+import torch
+from linear_reference import LEAST_SQNR, LEAST_SQNR_CODES, float_weight, llm_int8, make_weight, sqnr
+
+from qsub.linear import cuda, reference
+from qsub.linear.kernels import digits, few_rows, gemm, quantize, weight
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(1, 33, 65), (2, 48, 64), (15, 64, 100), (17, 130, 96), (70, 130, 300)]  # (M, N, K)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_modes(dtype, shape):
+    m, n, k = shape
+    codes, scale = make_weight(n, k)
+    x, grad, bias = torch.randn(m, k).to(dtype), torch.randn(m, n).to(dtype), torch.randn(n)
+    if dtype != torch.bfloat16 or m == 1 or m > 16:
+        truth = x.double() @ float_weight(codes, scale).t() + bias.double()
+        assert sqnr(cuda.int8_mm(x, codes, scale, bias), truth) > LEAST_SQNR[dtype]
+    result = cuda.int8_mm(x, codes, scale, bias, int8_activations=True)
+    expected = reference.int8_mm(x.double(), codes, scale, bias.double(), int8_activations=True)
+    assert sqnr(result, expected) > LEAST_SQNR_CODES[dtype]
+    result = cuda.int8_mm_transposed(grad, codes, scale, int8_grad=True)
+    assert (
+        sqnr(result, reference.int8_mm_transposed(grad.double(), codes, scale, int8_grad=True))
+        > (LEAST_SQNR_CODES[dtype])
+    )
+    if dtype != torch.bfloat16:
+        for threshold in (0.5, 2.5, 100.0):
+            result = cuda.int8_mm(x, codes, scale, int8_activations=True, outlier_threshold=threshold)
+            expected = llm_int8(x, codes, scale, threshold, limit=reference.OUTLIER_COLUMNS)
+            assert sqnr(result, expected) > LEAST_SQNR_CODES[dtype] - 5
+
+
+@pytest.mark.parametrize("outliers", [0, 1, 63, 64, 65, 200])
+def test_selected_columns(outliers):
+    """The device picks the columns that a sort of the magnitudes picks."""
+    k = 300
+    x = torch.rand(20, k) - 0.5
+    columns = torch.randperm(k)[:outliers]
+    x[3, columns] = torch.linspace(10, 90, outliers) * torch.tensor([1.0, -1.0]).repeat(outliers)[:outliers]
+    codes, _ = make_weight(16, k)
+    found = quantize.Outliers(x, codes, 6.0)
+    kept = columns[max(0, outliers - 64) :]  # the largest are last
+    assert sorted(found.index[found.index >= 0].tolist()) == sorted(kept.tolist())
+    assert found.mask.nonzero().flatten().tolist() == sorted(kept.tolist())
+    quantize.quantize_rows(x, outliers=found)
+    for slot, column in enumerate(found.index.tolist()):
+        expected_x = x[:, column] if column >= 0 else torch.zeros(20)
+        expected_w = codes[:, column].float() if column >= 0 else torch.zeros(16)
+        assert torch.equal(found.x[:, slot], expected_x)
+        assert torch.equal(found.weight[:, slot], expected_w)
+
+
+def test_tied_columns_fill_the_limit():
+    x = torch.zeros(4, 100)
+    x[1, :90] = 7.0
+    found = quantize.Outliers(x, make_weight(8, 100)[0], 6.0)
+    assert (found.index >= 0).all() and found.mask.sum() == 64
+
+
+@pytest.mark.parametrize("k", [1, 127, 1000, 20000])
+def test_row_codes(k):
+    """Codes equal the definition's but for ties, NaN reaches the scale, and tiny rows are zero."""
+    x = torch.randn(6, k) * torch.tensor([1.0, 1e-20, 1e20, 0.0, 1e-38, 1.0]).unsqueeze(1)
+    x[5, k // 2] = float("nan")
+    codes, scale = quantize.quantize_rows(x)
+    expected, expected_scale = reference.quantize_rows(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+    assert (codes[:5].int() - expected[:5].int()).abs().max() <= 1
+    assert (codes[:5] != expected[:5]).float().mean() < 1e-3
+    assert not codes[3].any() and not codes[4].any()
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(17, 64, 96), (33, 130, 272), (70, 48, 1040)])
+@pytest.mark.parametrize("split", [1, 3])
+def test_digits(monkeypatch, m, n, k, split):
+    monkeypatch.setattr(digits, "_tile", lambda *_: digits._Tile(32, 32, 64, 2, split))
+    codes, scale = make_weight(n, k)
+    x, bias = torch.randn(m, k).bfloat16(), torch.randn(n)
+    truth = x.double() @ float_weight(codes, scale).t() + bias.double()
+    assert sqnr(digits.digit_mm(x, codes, scale, bias), truth) > LEAST_SQNR[torch.bfloat16]
+    high_only = reference.int8_mm(x.double(), codes, scale, bias.double(), int8_activations=True)
+    assert sqnr(digits.digit_mm(x, codes, scale, bias), high_only) < 46
+
+
+@pytest.mark.parametrize(("n", "k"), [(40, 192), (8200, 48)])
+def test_few_rows(n, k):
+    codes, scale = make_weight(n, k)
+    for m in (2, 16):
+        x, bias = torch.randn(m, k).half(), torch.randn(n)
+        truth = x.double() @ float_weight(codes, scale).t() + bias.double()
+        assert sqnr(few_rows.few_rows(x, codes, scale, bias), truth) > LEAST_SQNR[torch.float16]
+
+
+@pytest.mark.parametrize(("m", "n", "k"), list(itertools.product([17, 150], [32, 136], [64, 208])))
+def test_gemm_through_descriptors_and_pointers(monkeypatch, m, n, k):
+    a, (b, scale) = torch.randint(-127, 128, (m, k), dtype=torch.int8), make_weight(n, k)
+    row_scale, bias = torch.rand(m), torch.randn(n)
+    expected = (a.double() @ b.double().t()) * (row_scale.double() / 127).unsqueeze(1) * (scale.double() / 127)
+    for descriptors in (True, False):
+        monkeypatch.setattr(gemm, "has_tensor_copies", lambda device, answer=descriptors: answer)
+        result = gemm.int8_gemm(a, b, row_scale, scale, bias, torch.float32)
+        assert sqnr(result, expected + bias.double()) > 130
+        result = gemm.int8_gemm(a, b, row_scale, None, None, torch.float32)
+        assert sqnr(result, (a.double() @ b.double().t()) * (row_scale.double() / 127).unsqueeze(1)) > 130
+
+
+def test_one_pass_over_the_weight():
+    codes, scale = make_weight(37, 150)
+    assert torch.equal(weight.transpose(codes), codes.t())
+    for dtype in DTYPES:
+        expected = float_weight(codes, scale)
+        eps = torch.finfo(dtype).eps * (2 if dtype != torch.bfloat16 else 4)  # the interpreter truncates to bf16
+        torch.testing.assert_close(weight.dequantize(codes, scale, dtype).double(), expected, rtol=eps, atol=0)
