@@ -1,14 +1,13 @@
 """Gradient streams of benchmarks/state_codes.py: drawn ones, and those of a small vision transformer in training."""
 
-import gzip
 import math
-import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from train_vit import SmallViT, load_data, prepare
 
 LARGEST_BLOCK = 256
 MIN_SIZE = 4096  # elements of the smallest parameter with 8-bit state
@@ -79,75 +78,24 @@ def drawn_gradients(stream: Drawn, seed: int) -> Iterator[Tensor]:
 # ---- A vision transformer ----
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
-        B, T, D = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # (B, heads, T, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, D))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class ViT(nn.Module):
-    """Images of 28 x 28 in patches of 7 x 7, ten classes: 455k parameters."""
-
-    def __init__(self, width: int = 96, depth: int = 4, heads: int = 4, patch: int = 7) -> None:
-        super().__init__()
-        self.patch = patch
-        self.embed = nn.Linear(patch * patch, width)
-        self.cls = nn.Parameter(torch.zeros(1, 1, width))
-        self.pos = nn.Parameter(torch.randn(1, (28 // patch) ** 2 + 1, width) * 0.02)
-        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
-
-    def forward(self, images: Tensor) -> Tensor:  # (B, 1, 28, 28) to (B, 10)
-        x = self.embed(F.unfold(images, self.patch, stride=self.patch).transpose(1, 2))
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1) + self.pos
-        return self.head(self.norm(self.blocks(x)[:, 0]))
-
-
 @dataclass
 class Images:
-    """Images (N, 1, 28, 28), normalized to mean 0 and standard deviation 1 over the training images; labels (N,)."""
+    """Normalized images (N, 1, side, side) and labels (N,), from train_vit.py."""
 
     train: Tensor
     train_labels: Tensor
     test: Tensor
     test_labels: Tensor
 
+    @classmethod
+    def load(cls, fashion_mnist: str | None) -> "Images":
+        """Fashion-MNIST (60,000 images) from the folder of its *-ubyte.gz files, or the digits of scikit-learn."""
+        data = load_data(f"fashion-mnist:{fashion_mnist}" if fashion_mnist else "digits", seed=0)
+        train, test = (prepare(images, images.shape[-1], torch.float32) for images in data[::2])
+        return cls(train, data[1], test, data[3])
 
-def fashion_mnist(folder: str) -> Images:
-    """Fashion-MNIST (arXiv 1708.07747) from its four files *-ubyte.gz: 60,000 and 10,000 images."""
-
-    def read(name: str, header: int) -> Tensor:
-        data = gzip.decompress((pathlib.Path(folder) / name).read_bytes())
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=header)
-
-    def images(part: str) -> Tensor:
-        return (read(f"{part}-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28).float() / 255 - 0.286) / 0.353
-
-    def labels(part: str) -> Tensor:
-        return read(f"{part}-labels-idx1-ubyte.gz", 8).long()
-
-    return Images(images("train"), labels("train"), images("t10k"), labels("t10k"))
-
-
-def digits() -> Images:
-    """The digits of scikit-learn, 8 x 8 enlarged to 28 x 28: 1,437 and 360 images."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    images = F.interpolate(torch.tensor(data.images[:, None], dtype=torch.float32), size=28, mode="bilinear")
-    images, labels = (images - images.mean()) / images.std(), torch.tensor(data.target)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    train, test = order[:1437], order[1437:]
-    return Images(images[train], labels[train], images[test], labels[test])
+    def model(self) -> nn.Module:
+        return SmallViT(self.train.shape[-1], 1, 10)
 
 
 def batches(images: Images, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -172,7 +120,7 @@ def padded(value: Tensor) -> Tensor:
 def vit_gradients(images: Images, steps: int, seed: int) -> Iterator[Tensor]:
     """Gradients of the large parameters along a training in fp32: AdamW, one-cycle schedule, label smoothing .05."""
     torch.manual_seed(seed)
-    model = ViT()
+    model = images.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.5e-3, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.5e-3, total_steps=steps, pct_start=0.15)
     for batch, labels in batches(images, steps):

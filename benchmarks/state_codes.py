@@ -23,7 +23,7 @@ from typing import Any
 import harness
 import torch
 from state_code_candidates import CANDIDATES, Candidate
-from state_code_streams import DRAWN, Images, digits, drawn_gradients, fashion_mnist, vit_gradients
+from state_code_streams import DRAWN, Images, drawn_gradients, vit_gradients
 from torch import Tensor
 from tqdm import tqdm
 
@@ -34,10 +34,10 @@ LAST = 100  # steps that error and bad are the means of
 STREAMS = ("vit", *DRAWN)
 
 
-def gradients(stream: str, seed: int, images: Images | None) -> tuple[int, Iterator[Tensor]]:
+def gradients(stream: str, seed: int, images: Images) -> tuple[int, Iterator[Tensor]]:
     """Number of steps and the gradients, (size,) fp32 with size a multiple of all block sizes."""
     if stream == "vit":
-        return VIT_STEPS, vit_gradients(images or digits(), VIT_STEPS, seed)
+        return VIT_STEPS, vit_gradients(images, VIT_STEPS, seed)
     return DRAWN[stream].steps, drawn_gradients(DRAWN[stream], seed)
 
 
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"))
     args = parser.parse_args()
 
-    images = fashion_mnist(args.fashion_mnist) if args.fashion_mnist and "vit" in args.streams else None
+    images = Images.load(args.fashion_mnist)
     rows = []
     for stream, seed in itertools.product(args.streams, range(args.seeds)):
         steps, grads = gradients(stream, seed, images)

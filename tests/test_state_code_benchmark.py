@@ -90,7 +90,7 @@ def test_floats_round_to_the_nearest_value_of_their_format(mantissa):
 # docs/optimizers.md: where the default has the least error of the codes of others, and where it ties with the best.
 BEST = ("vit", "heavy 1", "heavy 2", "heavy 3", "smooth", *(f"heavy {sigma}, 3000 steps" for sigma in (1, 2, 3)))
 TIED = ("sparse", "constant")
-NOISE = 1.05  # standard deviations of the default's error over seeds are .1 to 3.2% of it (measured)
+NOISE = 1.05  # standard deviations of the default's error over seeds are .1 to 3% of it (measured)
 RIVALS = [name for name in NAMES if candidates.CANDIDATES[name].code is not candidates.block_float8]
 
 
