@@ -171,9 +171,8 @@ class Blockwise8bitTensor(Tensor):
             second = value.square() if second is None else second.detach().float().contiguous()
             low, _ = math8.exponent_range(to_blocks(second, value.shape, block_size))
             encoded, scale = math8.encode_exp_avg(blocks, low)
-        return cls(
-            from_blocks(encoded, value.shape), scale.view(scale_shape(value.shape, block_size, code)), block_size, code
-        )
+        codes = from_blocks(encoded, value.shape).contiguous()
+        return cls(codes, scale.view(scale_shape(value.shape, block_size, code)), block_size, code)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Plain float tensor of the same shape, in `dtype` (default: the dtype that the tensor shows)."""

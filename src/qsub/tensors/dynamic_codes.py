@@ -54,8 +54,7 @@ def _place(magnitude: Tensor, first: int) -> Tensor:
         first: cells of the smallest decade.
 
     Returns:
-        fp32 whole numbers. Where a magnitude lies within a rounding error of the middle between two values it may be
-        either's.
+        fp32 whole numbers. Within 2**-15 of a cell of the middle between two values it may be either's.
     """
 
     def line(decade: int) -> tuple[float, float]:  # place = floor(slope * magnitude + offset)
