@@ -177,8 +177,8 @@ def optimizer_from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]
 def _write_group(group: dict[str, Any], number: int) -> dict[str, Any]:
     if group["amsgrad"]:
         raise ValueError(
-            f"group {number} has amsgrad=True, which bitsandbytes' 8-bit Adam doesn't have. Set it to False in the dict "
-            "to go on without."
+            f"group {number} has amsgrad=True, which bitsandbytes' 8-bit Adam doesn't have. Set it to False in the "
+            "dict to go on without."
         )
     if float(group["weight_decay"]) and not group["decoupled_weight_decay"]:
         raise ValueError(
