@@ -197,6 +197,12 @@ def test_a_missing_inner_tensor_is_named(tmp_path):
         qsub.load_file(path)
 
 
+def test_the_file_has_the_usual_permissions(file):
+    other = file.with_name("other")
+    other.touch()
+    assert file.stat().st_mode == other.stat().st_mode
+
+
 def test_missing_file():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.safetensors"):
         qsub.load_file("nowhere.safetensors")

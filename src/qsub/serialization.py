@@ -13,7 +13,7 @@ Any reader of safetensors can read such a file; int8 data times scale / 127 is t
 
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,15 @@ def save_file(
     save = _safetensors().torch.save_file
     plain, header = _flatten(state_dict)
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-    os.close(handle)
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
+        temporary.touch(exist_ok=False)
+        usual = temporary.stat().st_mode  # safetensors makes files that only their owner can read
         save(plain, temporary, {**(metadata or {}), "format": "pt", _HEADER: json.dumps(header)})
+        temporary.chmod(usual)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

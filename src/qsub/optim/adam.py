@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.optim import fused_cpu
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, run_step
 from qsub.optim.hyper import HyperTensor
@@ -199,8 +200,22 @@ class Adam8bit(torch.optim.Optimizer):
                 plan.covers_group = len(devices) == 1 and not here
                 hyper = self._refresh_hyper(index, group, device)
                 self._launches.launch(plan, group, self.state, params, grads, hyper, self._write_back)
+            if resolve_backend(self.backend, device) == "compile" and device.type == "cpu":
+                here = self._step_fused(group, here)
             for param, grad in here:
                 self._step_param(index, group, param, grad)
+
+    def _step_fused(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Step what torch's fused kernel for the CPU takes; returns the others."""
+        taken = [pair for pair in pairs if fused_cpu.takes(*pair, group)]
+        if taken:
+            states_ = [self._init_state(group, param) for param, _ in taken]
+            for (param, _), state in zip(taken, states_, strict=True):
+                states.check_form(param, group, state)
+            params, grads = map(list, zip(*taken, strict=True))
+            scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            fused_cpu.step(group, params, grads, states_, *scaling)
+        return [pair for pair in pairs if not fused_cpu.takes(*pair, group)]
 
     def _check_capture(self, group: dict[str, Any], device: torch.device) -> None:
         if device.type == "cuda" and not group["capturable"] and torch.cuda.is_current_stream_capturing():

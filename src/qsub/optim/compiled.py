@@ -79,6 +79,20 @@ def _tables(device: torch.device) -> Tensor:
     return dynamic_tables(device)
 
 
+_marked: set[Callable[..., None]] = set()
+
+
+@functools.lru_cache(maxsize=1024)
+def _cpu_offset(blocks: int) -> Tensor:
+    return torch.tensor(blocks)
+
+
+def _offset(blocks: int, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return _cpu_offset(blocks)
+    return torch.full((), blocks, dtype=torch.int64, device=device)  # not kept: it may belong to a CUDA graph
+
+
 def _leaves(tensors: Any) -> list[Tensor]:
     return [leaf for x in tensors for leaf in (x if isinstance(x, tuple) else (x,)) if leaf is not None]
 
@@ -122,9 +136,9 @@ def run_step(
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):
-        chunk = tuple(_slice(x, slice(start, start + size)) for x in tensors)
-        if backend == "compile" and chunk[0].shape[0] > 1:
+        chunk = tensors if size >= blocks else tuple(_slice(x, slice(start, start + size)) for x in tensors)
+        if backend == "compile" and function not in _marked and chunk[0].shape[0] > 1:
+            _marked.add(function)  # one marked call makes the graph dynamic; marks cost a tenth of a small step
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
-        offset = torch.full((), first_block + start, dtype=torch.int64, device=param.device)
-        function(*chunk, *scalars, offset, *options)
+        function(*chunk, *scalars, _offset(first_block + start, param.device), *options)

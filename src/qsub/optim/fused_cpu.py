@@ -1,0 +1,68 @@
+"""fp32 parameters with fp32 state on the CPU, biases and norms mostly: torch's own fused kernel, all in one call.
+
+It computes what `qsub.optim.step` defines; a compiled call for each would cost more than its arithmetic.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim.state_dict import is_8bit, moment_keys
+
+
+def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
+    """Whether torch's kernel does this parameter."""
+    return (
+        type(param) in (Tensor, torch.nn.Parameter)
+        and param.device.type == "cpu"
+        and param.dtype == grad.dtype == torch.float32
+        and not is_8bit(param, group)
+        and param.numel() > 0
+    )
+
+
+def step(
+    group: dict[str, Any],
+    params: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Any]],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One step in place.
+
+    Args:
+        group: options of the parameter group.
+        params: those of it that `takes` names.
+        grads: their gradients.
+        states: their states, with fp32 moments.
+        grad_scale: of a GradScaler, on the CPU; gradients are divided by it.
+        found_inf: of a GradScaler: unless 0, nothing changes.
+    """
+    steps = [state["step"] for state in states]
+    private: Any = torch  # the type checker doesn't know these
+    private._foreach_add_(steps, 1.0 if found_inf is None else 1.0 - float(found_inf))
+    moments = [[state[key] for state in states] for key in moment_keys(group)]
+    beta1, beta2 = group["betas"]
+    function = private._fused_adamw_ if group["decoupled_weight_decay"] else private._fused_adam_
+    values = [param.contiguous() for param in params]  # the kernel walks through memory
+    function(
+        values,
+        [grad.contiguous() for grad in grads],
+        *moments,
+        *([[]] if len(moments) == 2 else []),
+        steps,
+        amsgrad=group["amsgrad"],
+        lr=float(group["lr"]),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        weight_decay=float(group["weight_decay"]),
+        eps=float(group["eps"]),
+        maximize=group["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+    for param, value in zip(params, values, strict=True):
+        if value is not param:
+            param.copy_(value)
