@@ -125,6 +125,15 @@ expected the state dict of torchao's Adam8bit or AdamW8bit, with 'state' and 'pa
     )
 
 
+@pytest.mark.parametrize("library", READ)
+def test_a_dict_that_was_not_converted_names_what_converts_it(library):
+    params = make_params()
+    theirs = their_optimizer(library, params)
+    train(theirs, params, 0, 1)
+    with pytest.raises(ValueError, match=rf"qsub\.interop\.{library}\.optimizer_from_{library} first"):
+        our_optimizer(params).load_state_dict(theirs.state_dict())
+
+
 def test_optimizers_that_are_not_adam_and_layouts_that_are_ambiguous():
     param = nn.Parameter(torch.randn(64, 256))
     lion = bnb.optim.Lion8bit([param])

@@ -71,6 +71,11 @@ def _moment(saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: st
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where}: expected a float tensor or a Blockwise8bitTensor, got {kind}")
+    if hasattr(value, "qmap"):  # torchao's class, which has next to no operators
+        raise ValueError(
+            f"{where}: a {type(value).__name__} of torchao. Read the state dict with "
+            "qsub.interop.torchao.optimizer_from_torchao first."
+        )
     if value.shape != param.shape:
         raise ValueError(f"{where}: shape {tuple(value.shape)} doesn't match its parameter's {tuple(param.shape)}")
     target = zero_moment(param, group, key)
@@ -94,8 +99,10 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
     needed = ["step", *moment_keys(group)]
     missing = [key for key in needed if key not in saved]
     if missing:
+        bitsandbytes = {"state1", "__bnb_optimizer_quant_state__"} & set(saved)
+        reader = ". Read it with qsub.interop.bitsandbytes.optimizer_from_bitsandbytes first" if bitsandbytes else ""
         raise ValueError(
-            f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
+            f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}{reader}"
         )
     device = step_device(param, group)
     state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
