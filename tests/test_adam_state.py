@@ -21,6 +21,7 @@ OPTIONS = {
     "capturable": {"capturable": True},
     "fp32 state": {"state_bits": 32},
     "small blocks, other seed": {"block_size": 32, "seed": 11, "maximize": True},
+    "dynamic code": {"state_code": "dynamic", "block_size": 256, "amsgrad": True},
     "tensor lr": {"lr": torch.tensor(1e-2)},
 }
 

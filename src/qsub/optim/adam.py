@@ -51,7 +51,8 @@ class Adam8bit(torch.optim.Optimizer):
         block_size: elements that share a scale. A power of two from 16 to 4096.
         min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
         state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
-        state_code: "block_float8".
+        state_code: "block_float8", or "dynamic", that of bitsandbytes and torchao (they use block_size=256), with an
+            fp32 scale a block: for their checkpoints. Backend "triton" steps it one by one, compiled.
         stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
         seed: of the random bits, which are a pure function of it, the step and the element's place.
         backend: "triton" (all parameters of a group in one launch), "compile", "eager", or None for the fastest that
@@ -188,8 +189,8 @@ class Adam8bit(torch.optim.Optimizer):
                 from qsub.optim import one_launch  # needs Triton, which not every platform has
 
                 one_launch.check_device(device)
-                taken = [pair for pair in here if one_launch.takes(*pair)]
-                here = [pair for pair in here if not one_launch.takes(*pair)]
+                taken = [pair for pair in here if one_launch.takes(*pair, group)]
+                here = [pair for pair in here if not one_launch.takes(*pair, group)]
             if taken:
                 for param, _ in taken:
                     self._init_state(group, param)
@@ -278,10 +279,10 @@ class Adam8bit(torch.optim.Optimizer):
         )
         stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
         backend = resolve_backend(self.backend, param.device)
-        if backend == "triton":  # a dtype that the launch doesn't take
+        if backend == "triton":  # a dtype or a code that the launch doesn't take
             backend = "compile"
         scalars = (step, hyper.tensor, hyper.seed)
-        run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic)
+        run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic, group["state_code"])
         for entry in staged:
             entry.finish()
         if isinstance(param, Int8RowwiseTensor):
