@@ -11,8 +11,9 @@ import csv
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,17 +30,81 @@ class Table:
         file: name under benchmarks/results.
         columns: column of the file to heading.
         keep: which rows.
+        reshape: makes the rows of the table from those of the file, see `pivot`.
         record: columns of the file that tell what was measured on; they make the line below the table.
     """
 
     file: str
     columns: dict[str, str]
     keep: Callable[[Row], bool] = lambda row: True
+    reshape: Callable[[list[Row]], list[Row]] = lambda rows: rows
     record: tuple[str, ...] = field(default=("device", "packages", "date"))
 
 
+def pivot(row: str, column: str, **values: str) -> Callable[[list[Row]], list[Row]]:
+    """Rows for the values of `row` with a cell for each value of `column`: means, joined by a slash.
+
+    Args:
+        row: column of the file that names the rows of the table.
+        column: column of the file that names the columns of the table.
+        values: columns of the file to their format, such as error=".3f".
+    """
+
+    def reshape(rows: list[Row]) -> list[Row]:
+        table: dict[str, Row] = {}
+        cells: dict[tuple[str, str], list[Row]] = {}
+        for line in rows:
+            table.setdefault(line[row], dict(line))
+            cells.setdefault((line[row], line[column]), []).append(line)
+        for (name, heading), lines in cells.items():
+            means = (format(fmean(float(line[key]) for line in lines), form) for key, form in values.items())
+            table[name][heading] = " / ".join(means)
+        return list(table.values())
+
+    return reshape
+
+
+def _mean_and_deviation(*keys: str) -> Callable[[list[Row]], list[Row]]:
+    """Each of the columns as "mean ± standard deviation", from the columns KEY and KEY_sd."""
+    return lambda rows: [
+        {**row, **{key: f"{float(row[key]):.4f} ± {float(row[f'{key}_sd']):.4f}" for key in keys}} for row in rows
+    ]
+
+
+_SHORT = ("vit", "heavy 1", "heavy 2", "heavy 3", "sparse", "smooth", "constant", "dead")
+_LONG = tuple(f"heavy {sigma}, 3000 steps" for sigma in (1, 2, 3))
+_CODES = ("block_float8", "dynamic tree, 256", "linear, sqrt(v) linear", "e3m4, e4m4", "e3m4, e4m4, m stochastic too")
+_CODES += ("e4m3, e5m3", "three floats by flag", "three floats by flag, m stochastic too")
+
+
+def _codes(streams: Iterable[str], rivals: bool, **values: str) -> Table:
+    """Of benchmarks/state_codes.py: the codes of others, or parts of ours left out; the default in both."""
+    return Table(
+        "state_codes.csv",
+        {"code": "code", "bytes": "bytes", **{stream: stream for stream in streams}},
+        lambda row: row["code"] == _CODES[0] or (row["code"] in _CODES) == rivals,
+        pivot("code", "stream", **values),
+    )
+
+
+_LOSSES = {
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "test_accuracy": "test accuracy",
+    "test_loss_difference": "test loss less that of fp32",
+}
 TABLES = {
     "quickstart": Table("quickstart.csv", {"measure": "`make demo`", "torch": "torch", "qsub": "qsub"}),
+    "state-codes": _codes(_SHORT, True, error=".3f", overshoot=".2f"),
+    "state-codes-bad": _codes(_SHORT, True, bad=".4f", v_bias=".3f"),
+    "state-codes-long": _codes(_LONG, True, error=".3f", bad=".3f", overshoot=".2f"),
+    "state-code-parts": _codes(_SHORT, False, error=".3f", overshoot=".2f"),
+    "state-code-parts-long": _codes(("sparse", *_LONG), False, error=".3f", v_bias=".4f"),
+    "state-code-training": Table(
+        "state_code_training.csv",
+        {"optimizer": "state", **_LOSSES},
+        reshape=_mean_and_deviation(*_LOSSES),
+    ),
 }
 
 
@@ -54,7 +119,7 @@ def _cell(text: str) -> str:
 def render(table: Table) -> str:
     """The table as markdown, with the machine and the versions below."""
     with open(RESULTS / table.file, newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if table.keep(row)]
+        rows = table.reshape([row for row in csv.DictReader(file) if table.keep(row)])
     lines = ["| " + " | ".join(table.columns.values()) + " |", "|" + " --- |" * len(table.columns)]
     lines += ["| " + " | ".join(_cell(row[name]) for name in table.columns) + " |" for row in rows]
     record = "; ".join(rows[0][name] for name in table.record if rows[0].get(name))

@@ -193,7 +193,23 @@ class Blockwise8bitTensor(Tensor):
         """Inverse of `__tensor_flatten__`."""
         return cls(inner["codes"], inner["scale"], **meta)
 
-    def _like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
+    def share_memory_(self) -> "Blockwise8bitTensor":
+        """Move both inner tensors to shared memory, in place."""
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether both inner tensors are in shared memory."""
+        return self.codes.is_shared() and self.scale.is_shared()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
+        """A tensor of other inner tensors with the remaining fields of this one."""
         return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
 
     def _stable_hash_for_caching(self) -> str:
@@ -208,20 +224,20 @@ class Blockwise8bitTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handlers are in the op table of this module."""
+        """Handlers are here and in blockwise_ops."""
         return OPS.dispatch(func, args, kwargs)
 
 
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Blockwise8bitTensor) -> Any:
     """nn.Parameter, state_dict and torch.optim's bookkeeping."""
-    return return_and_correct_aliasing(func, (x,), {}, x._like(func(x.codes), func(x.scale)))
+    return return_and_correct_aliasing(func, (x,), {}, x.like(func(x.codes), func(x.scale)))
 
 
 @OPS.implements(aten.clone.default)
 def _clone(func: Any, x: Blockwise8bitTensor, *, memory_format: Any = None) -> Any:
     """Deepcopy of an optimizer."""
-    return x._like(x.codes.clone(), x.scale.clone())
+    return x.like(x.codes.clone(), x.scale.clone())
 
 
 @OPS.implements(aten._to_copy.default)
@@ -229,7 +245,7 @@ def _to_copy(func: Any, x: Blockwise8bitTensor, *, dtype: Any = None, device: An
     """`.to`, `.cpu`, `.cuda`: the dtype changes in appearance only, the device moves both inner tensors."""
     shown = float_dtype(dtype, x.dtype, OPS.owner)
     move = {"device": device, "non_blocking": options.get("non_blocking", False), "copy": True}
-    return x._like(x.codes.to(**move), x.scale.to(**move), shown)
+    return x.like(x.codes.to(**move), x.scale.to(**move), shown)
 
 
 @OPS.implements(aten.copy_.default)
