@@ -154,8 +154,8 @@ def test_blockwise_tensor_repr_and_refusals():
         """Blockwise8bitTensor(shape=(3, 70), dtype=torch.float32, device=cpu, block_size=64, code='float8_signed')""",
     )
     with pytest.raises(NotImplementedError) as caught:
-        x + 1
-    text = "aten.add.Tensor is not implemented for Blockwise8bitTensor. Call .dequantize() to get a plain float tensor."
+        x.cumsum(0)
+    text = "aten.cumsum.default is not implemented for Blockwise8bitTensor. Call .dequantize() to get a plain float tensor."
     assert str(caught.value) == text
     with pytest.raises(ValueError) as bad:
         Blockwise8bitTensor(x.codes, x.scale[:, :1], 64, "float8_signed")
