@@ -87,6 +87,36 @@ def _codes(streams: Iterable[str], rivals: bool, **values: str) -> Table:
     )
 
 
+def _joined(name: str, *keys: str) -> Callable[[list[Row]], list[Row]]:
+    """Another column, `name`, of the values of `keys` with a space between."""
+    return lambda rows: [{**row, name: " ".join(row[key] for key in keys)} for row in rows]
+
+
+def _then(*steps: Callable[[list[Row]], list[Row]]) -> Callable[[list[Row]], list[Row]]:
+    def reshape(rows: list[Row]) -> list[Row]:
+        for step in steps:
+            rows = step(rows)
+        return rows
+
+    return reshape
+
+
+def _linear(file: str, passes: str, rows: tuple[str, ...], modes: tuple[str, ...]) -> Table:
+    """Of benchmarks/linear.py on a GPU: one layer, microseconds and the ratio to bf16 by number of rows."""
+    return Table(
+        file,
+        {"mode": f"{passes}, 14336 x 4096", **{number: f"{number} rows" for number in rows}},
+        lambda row: (
+            (row["pass"], row["n"], row["k"]) == (passes, "14336", "4096")
+            and row["rows"] in rows
+            and row["mode"] in modes
+        ),
+        pivot("mode", "rows", us=".0f", ratio=".2f"),
+    )
+
+
+_MODES = ("bf16", "weight only", "int8", "int8, threshold 6")
+_SETS = ("llama-1b fp32", "llama-1b bf16", "vit-b fp32", "vit-b bf16", "many-small fp32", "many-small bf16")
 _LOSSES = {
     "train_loss": "training loss",
     "test_loss": "test loss",
@@ -95,6 +125,50 @@ _LOSSES = {
 }
 TABLES = {
     "quickstart": Table("quickstart.csv", {"measure": "`make demo`", "torch": "torch", "qsub": "qsub"}),
+    "optimizer-step": Table(
+        "optim_step.csv",
+        {"optimizer": "ms a step / against torch fused", **{name: name for name in _SETS}},
+        reshape=_then(_joined("case", "set", "dtype"), pivot("optimizer", "case", step_ms=".2f", vs_torch_fused=".2f")),
+    ),
+    "optimizer-memory": Table(
+        "optim_step.csv",
+        {"optimizer": "peak GiB / first step, s", **{name: name for name in _SETS[:4]}},
+        reshape=_then(_joined("case", "set", "dtype"), pivot("optimizer", "case", peak_gib=".1f", first_step_s=".2f")),
+    ),
+    "train-vit": Table(
+        "train_vit.csv",
+        {
+            "optim": "optimizer",
+            "ms_per_step": "ms a step",
+            "max_memory_gib": "GiB",
+            "final_loss": "loss",
+            "accuracy": "accuracy",
+        },
+    ),
+    "linear-forward": _linear("linear.csv", "forward", ("64", "256", "1024", "4096", "16384"), _MODES),
+    "linear-backward": _linear("linear.csv", "backward", ("64", "256", "1024", "4096", "16384"), _MODES),
+    "linear-few-rows": _linear("linear-few-rows.csv", "forward", ("1", "16"), _MODES),
+    "linear-cpu": Table(
+        "linear-cpu.csv",
+        {"mode": "4096 x 4096, ms / against fp32", **{number: f"{number} rows" for number in ("1", "4", "32", "512")}},
+        reshape=pivot("mode", "rows", ms=".2f", ratio_to_fp32=".2f"),
+    ),
+    "decode": Table(
+        "decode.csv",
+        {"mode": "tokens per second / speedup", **{number: f"batch {number}" for number in ("1", "8", "64")}},
+        reshape=pivot("mode", "batch", tokens_per_s=".0f", speedup=".2f"),
+    ),
+    "adapter-memory": Table(
+        "adapter_memory.csv",
+        {
+            "mode": "base weights",
+            "adapters": "adapters",
+            "compiled": "compiled",
+            "weights_mib": "weights, MiB",
+            "saved_mib": "saved for backward, MiB",
+            "peak_mib": "peak, MiB",
+        },
+    ),
     "state-codes": _codes(_SHORT, True, error=".3f", overshoot=".2f"),
     "state-codes-bad": _codes(_SHORT, True, bad=".4f", v_bias=".3f"),
     "state-codes-long": _codes(_LONG, True, error=".3f", bad=".3f", overshoot=".2f"),
@@ -121,7 +195,7 @@ def render(table: Table) -> str:
     with open(RESULTS / table.file, newline="", encoding="utf-8") as file:
         rows = table.reshape([row for row in csv.DictReader(file) if table.keep(row)])
     lines = ["| " + " | ".join(table.columns.values()) + " |", "|" + " --- |" * len(table.columns)]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in table.columns) + " |" for row in rows]
+    lines += ["| " + " | ".join(_cell(row.get(name, "")) for name in table.columns) + " |" for row in rows]
     record = "; ".join(rows[0][name] for name in table.record if rows[0].get(name))
     return "\n".join([*lines, "", f"Measured on {record}; `benchmarks/results/{table.file}`."])
 

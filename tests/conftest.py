@@ -15,3 +15,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def their_steps_are_eager():
+    """torchao compiles a graph for each shape: its step as it stands is the same and takes no time to start."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

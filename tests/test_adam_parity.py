@@ -126,7 +126,10 @@ def peer_errors(take_step_of, columns, dtype, count=50, sync=None):
     return worst.tolist()
 
 
-def synced_peer_errors(columns, dtype, backend, lr=1e-3, count=50):
+CODES = {"block_float8": {}, "dynamic": {"state_code": "dynamic", "block_size": 256}}
+
+
+def synced_peer_errors(columns, dtype, backend, lr=1e-3, count=50, **options):
     made = []
 
     def sync(param, torch_state):
@@ -134,7 +137,7 @@ def synced_peer_errors(columns, dtype, backend, lr=1e-3, count=50):
             torch_state[key].copy_(made[0].state[param][key].dequantize())
 
     def take_step_of(param):
-        made.append(Adam8bit([param], lr=lr, backend=backend))
+        made.append(Adam8bit([param], lr=lr, backend=backend, **options))
         return made[0].step
 
     return peer_errors(take_step_of, columns, dtype, count, sync)
@@ -143,8 +146,9 @@ def synced_peer_errors(columns, dtype, backend, lr=1e-3, count=50):
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 @pytest.mark.parametrize("dtype", PEER_BOUNDS)
 @pytest.mark.parametrize("columns", [32, pytest.param(1024, marks=pytest.mark.slow)])
-def test_8_bit_state_is_within_the_bounds_of_the_peers(columns, dtype, backend):
-    mean, relative = synced_peer_errors(columns, dtype, backend)
+@pytest.mark.parametrize("code", CODES)
+def test_8_bit_state_is_within_the_bounds_of_the_peers(code, columns, dtype, backend):
+    mean, relative = synced_peer_errors(columns, dtype, backend, **CODES[code])
     assert 0 < mean < PEER_BOUNDS[dtype][0] and relative < PEER_BOUNDS[dtype][1]
 
 
@@ -179,14 +183,16 @@ def test_8_bit_moments_that_go_their_own_way_stay_within_the_mean_bound():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(80, 64), (70, 65), (100,)])
-def test_without_eps_the_trajectory_does_not_depend_on_the_scale_of_gradients(shape, backend):
+@pytest.mark.parametrize("code", CODES)
+def test_without_eps_the_trajectory_does_not_depend_on_the_scale_of_gradients(code, shape, backend):
     """Bit for bit, at 2**-40 of the gradients (v of 1e-24); with eps it does: the control."""
     grads, values = random_grads(20, [shape], 2), random_grads(1, [shape], 3)[0]
     scaled = [[2.0**-40 * g for g in step] for step in grads]
     device = device_of(backend)
 
     def final(grads, eps):
-        params, opt = run(lambda p: AdamW8bit(p, lr=1e-2, eps=eps, backend=backend), grads, values, device)
+        options = {"lr": 1e-2, "eps": eps, "backend": backend, **CODES[code]}
+        params, opt = run(lambda p: AdamW8bit(p, **options), grads, values, device)
         return params[0], opt.state[params[0]]["exp_avg_sq"]
 
     (plain, moment), (small, small_moment) = final(grads, 0.0), final(scaled, 0.0)
@@ -230,6 +236,7 @@ def test_first_moments_of_gradients_of_1e_20_survive():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize(
     "amsgrad, cls, dtype",
     [
@@ -239,11 +246,11 @@ def test_first_moments_of_gradients_of_1e_20_survive():
         (True, AdamW8bit, torch.float32),
     ],
 )
-def test_the_compiled_step_equals_the_eager_one(amsgrad, cls, dtype):
+def test_the_compiled_step_equals_the_eager_one(amsgrad, cls, dtype, code):
     """The same random bits, the same fp32 math but for the order of a few roundings: codes may differ at a tie."""
     shapes = [(80, 64), (70, 65), (1 << 20,), (9,)]
     grads, values = random_grads(5, shapes, 4), [v.to(dtype) for v in random_grads(1, shapes, 5)[0]]
-    options = {"amsgrad": amsgrad, "weight_decay": 0.1, "lr": 1e-2, "stochastic_round": True}
+    options = {"amsgrad": amsgrad, "weight_decay": 0.1, "lr": 1e-2, "stochastic_round": True, **CODES[code]}
     (eager, opt), (compiled, opt_compiled) = (
         run(lambda p, b=b: cls(p, backend=b, **options), grads, values) for b in ("eager", "compile")
     )
@@ -263,7 +270,8 @@ def test_the_compiled_step_equals_the_eager_one(amsgrad, cls, dtype):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
 @pytest.mark.parametrize("amsgrad", [False, True])
 @pytest.mark.parametrize("shape", [(80, 64), (70, 65), (100,)])
-def test_a_gradient_that_is_not_finite_spoils_its_own_element_alone(shape, amsgrad, bad, backend):
+@pytest.mark.parametrize("code", CODES)
+def test_a_gradient_that_is_not_finite_spoils_its_own_element_alone(code, shape, amsgrad, bad, backend):
     """It does to it what torch's AdamW does (NaN; of 1e30, whose square overflows, nothing moves in that step).
 
     All other elements, and their state from then on, are bit for bit those of a run in which it was zero.
@@ -279,7 +287,8 @@ def test_a_gradient_that_is_not_finite_spoils_its_own_element_alone(shape, amsgr
     def final(grads, theirs=False):
         if theirs:
             return run(lambda p: torch.optim.AdamW(p, amsgrad=amsgrad), grads, value)[0][0].detach()
-        params, opt = run(lambda p: AdamW8bit(p, amsgrad=amsgrad, backend=backend), grads, value, device)
+        options = {"amsgrad": amsgrad, "backend": backend, **CODES[code]}
+        params, opt = run(lambda p: AdamW8bit(p, **options), grads, value, device)
         moments = [x for key, x in opt.state[params[0]].items() if key != "step"]
         plain = [x.dequantize() if isinstance(x, Blockwise8bitTensor) else x for x in moments]
         return params[0].detach().cpu(), [x.cpu() for x in plain]

@@ -21,6 +21,7 @@ OPTIONS = {
     "capturable": {"capturable": True},
     "fp32 state": {"state_bits": 32},
     "small blocks, other seed": {"block_size": 32, "seed": 11, "maximize": True},
+    "dynamic code": {"state_code": "dynamic", "block_size": 256, "amsgrad": True},
     "tensor lr": {"lr": torch.tensor(1e-2)},
 }
 
@@ -153,9 +154,10 @@ def test_blockwise_tensor_repr_and_refusals():
         """Blockwise8bitTensor(shape=(3, 70), dtype=torch.float32, device=cpu, block_size=64, code='float8_signed')""",
     )
     with pytest.raises(NotImplementedError) as caught:
-        x + 1
-    text = "aten.add.Tensor is not implemented for Blockwise8bitTensor. Call .dequantize() to get a plain float tensor."
-    assert str(caught.value) == text
+        x.cumsum(0)
+    rule, remedy = str(caught.value).split(". ")
+    assert rule == "aten.cumsum.default is not implemented for Blockwise8bitTensor"
+    assert remedy == "Call .dequantize() to get a plain float tensor."
     with pytest.raises(ValueError) as bad:
         Blockwise8bitTensor(x.codes, x.scale[:, :1], 64, "float8_signed")
     assert_expected_inline(

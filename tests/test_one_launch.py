@@ -266,6 +266,21 @@ def test_fp64_steps_by_itself(device, monkeypatch):
 
 
 @devices
+def test_8_bit_state_in_the_dynamic_code_steps_by_itself(device, monkeypatch):
+    """Its fp32 state goes through the launch."""
+    params = [torch.nn.Parameter(torch.randn(64, 64, device=device)), torch.nn.Parameter(torch.ones(4, device=device))]
+    optimizer = AdamW8bit(params, backend="triton", state_code="dynamic")
+    alone = []
+    monkeypatch.setattr(optimizer, "_step_param", lambda index, group, param, grad: alone.append(param))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert len(alone) == 1
+    assert alone[0] is params[0]
+    assert float(optimizer.state[params[1]]["step"]) == 1
+
+
+@devices
 def test_stochastic_rounding_is_unbiased(device):
     """bf16, updates of 1/16 ulp: the draws move on average by what fp32 moves, within 5 standard errors."""
     shape = (100_000,) if device == "cuda" else (4096,)

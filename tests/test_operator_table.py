@@ -14,12 +14,12 @@ from qsub import Int8RowwiseTensor
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8, torch.float64: 1e-12}
 
 
-def operands(dtype, contiguous):
+def operands(dtype, contiguous, device="cpu"):
     torch.manual_seed(1)
     w = Int8RowwiseTensor.from_float(torch.randn(6, 10, dtype=dtype))
     if not contiguous:  # a matrix whose int8 data has the strides of a transpose
         w = Int8RowwiseTensor(w.int_data.t().contiguous().t(), w.scale, dtype=dtype)
-    return {
+    tensors = {
         "w": w,
         "x": torch.randn(3, 10, dtype=dtype),
         "y": torch.randn(3, 6, dtype=dtype),
@@ -27,24 +27,24 @@ def operands(dtype, contiguous):
         "f": torch.randn(6, 10, dtype=dtype),
         "i": torch.tensor([4, 0, 4]),
         "mask": torch.tensor([True, False, True, True, False, False]),
-        "F": F,
-        "copy": copy,
-        "torch": torch,
     }
+    return {**{name: tensor.to(device) for name, tensor in tensors.items()}, "F": F, "copy": copy, "torch": torch}
 
 
 def evaluate(expression, names):
     if "addmm" in expression:
-        names = {**names, "torch": torch}
-        expression = expression.replace("torch.ones(6)", "torch.ones(6, dtype=x.dtype)")
+        expression = expression.replace("torch.ones(6)", "torch.ones(6, dtype=x.dtype, device=x.device)")
     return eval(expression, names)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.expression)
-def test_row(row, dtype, contiguous):
-    names = operands(dtype, contiguous or ".contiguous()" in row.expression)
+def test_row(row, dtype, contiguous, device):
+    if device == "cuda" and "'cpu'" in row.expression:
+        pytest.skip("an expression about the CPU")
+    names = operands(dtype, contiguous or ".contiguous()" in row.expression, device)
     w = names["w"]
     before = w.dequantize()
     if row.kind == "refused":

@@ -7,7 +7,10 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import qsub
@@ -209,6 +212,39 @@ def test_gradient_checkpointing_equals_the_plain_run(reentrant, trainable):
     assert len(results[0]) == (8 if trainable else 5)
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+class Trace(TorchDispatchMode):
+    """Names of the operators that reach the dispatcher, with the shapes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        shapes = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tree_leaves(args) if type(t) is torch.Tensor]
+        if not any(isinstance(t, Int8RowwiseTensor) for t in tree_leaves(args)):
+            self.lines.append(f"{func} {' '.join(shapes)}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_trace_of_a_frozen_layer():
+    """Forward and backward are one operator each; no float tensor of the weight's size (48, 96) appears."""
+    layer = qsub.quantize_(nn.Linear(96, 48, bias=False))
+    x = torch.randn(5, 96, requires_grad=True)
+    grad = torch.ones(5, 48)
+    with Trace() as forward:
+        y = layer(x)
+    with Trace() as backward:
+        y.backward(grad)
+    assert_expected_inline(
+        "\n".join([*forward.lines, "---", *backward.lines]),
+        """\
+qsub.int8_mm.default float32[5, 96] int8[48, 96] float16[48]
+---
+qsub.int8_mm_transposed.default float32[5, 48] int8[48, 96] float16[48]
+aten.detach.default float32[5, 96]""",
+    )
 
 
 def test_peers_tolerance_of_the_input_gradient():

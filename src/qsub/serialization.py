@@ -1,8 +1,8 @@
 """State dicts in safetensors files: plain tensors and a header that says which of them belong together.
 
 Layout, version 1. A quantized tensor NAME is stored as its inner tensors `NAME.int_data` and `NAME.scale` (an optimizer
-moment as `NAME.codes` and `NAME.scale`); other tensors under their own names. The header's metadata holds `format: pt`
-and one entry `qsub`, a JSON object:
+moment as `NAME.codes` and `NAME.scale`, the latter U8 or F32 by its code); other tensors under their own names. The
+header's metadata holds `format: pt` and one entry `qsub`, a JSON object:
 
     {"version": 1,
      "tensors": {NAME: {"class": "Int8RowwiseTensor", "dtype": "float32", "scale_dim": -2}, ...},
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import Blockwise8bitTensor, Int8RowwiseTensor
+from qsub.tensors.blockwise import scale_dtype
 
 VERSION = 1
 _HEADER = "qsub"
 _CLASSES = {"Int8RowwiseTensor": Int8RowwiseTensor, "Blockwise8bitTensor": Blockwise8bitTensor}
 _INNER = {"Int8RowwiseTensor": ("int_data", "scale"), "Blockwise8bitTensor": ("codes", "scale")}
-_INNER_DTYPES = {"int_data": "I8", "codes": "U8"}
-_SCALE_DTYPES = {"Int8RowwiseTensor": "F16", "Blockwise8bitTensor": "U8"}
+_NAMES = {torch.int8: "I8", torch.uint8: "U8", torch.float16: "F16", torch.float32: "F32"}  # as safetensors has them
 _FLOAT_DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
@@ -145,28 +145,26 @@ def _check(file: Any, names: set[str], name: str, fields: dict[str, Any], path: 
     kind = fields.get("class")
     if kind not in _CLASSES or fields.get("dtype") not in _FLOAT_DTYPES:
         raise ValueError(f"{path}: {name!r} is of unknown class {kind!r} or dtype {fields.get('dtype')!r}")
-    shapes = []
-    for key in _INNER[kind]:
+    shapes, dtypes = [], _inner_dtypes(kind, fields)
+    for key, dtype in zip(_INNER[kind], dtypes, strict=True):
         inner = f"{name}.{key}"
         if inner not in names:
             raise ValueError(f"{path}: {inner!r} is missing")
         part = file.get_slice(inner)
-        wanted = _INNER_DTYPES.get(key) or _SCALE_DTYPES[kind]
-        if part.get_dtype() != wanted:
-            raise ValueError(f"{path}: {inner!r} has dtype {part.get_dtype()}, expected {wanted}")
+        if part.get_dtype() != _NAMES[dtype]:
+            raise ValueError(f"{path}: {inner!r} has dtype {part.get_dtype()}, expected {_NAMES[dtype]}")
         shapes.append(part.get_shape())
     try:  # the class itself knows what fits
-        inner = [
-            torch.empty(shape, dtype=dtype, device="meta")
-            for shape, dtype in zip(shapes, _meta_dtypes(kind), strict=True)
-        ]
+        inner = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
         _build(kind, inner, fields)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {name!r}: {error}") from error
 
 
-def _meta_dtypes(kind: str) -> tuple[torch.dtype, torch.dtype]:
-    return (torch.int8, torch.float16) if kind == "Int8RowwiseTensor" else (torch.uint8, torch.uint8)
+def _inner_dtypes(kind: str, fields: dict[str, Any]) -> tuple[torch.dtype, torch.dtype]:
+    if kind == "Int8RowwiseTensor":
+        return torch.int8, torch.float16
+    return torch.uint8, scale_dtype(str(fields.get("code")))
 
 
 def _build(kind: str, inner: list[Tensor], fields: dict[str, Any]) -> Tensor:

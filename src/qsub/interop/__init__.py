@@ -1,1 +1,1 @@
-"""Exchange with other libraries; each module stands alone and imports nothing of theirs."""
+"""Exchange with other libraries; nothing of theirs is imported but to make tensors of their classes."""

@@ -8,25 +8,10 @@ from torch import Tensor
 
 from qsub.optim import fused_cpu
 from qsub.optim import state_dict as states
-from qsub.optim.compiled import resolve_backend, run_step
+from qsub.optim.compiled import resolve_backend
 from qsub.optim.hyper import HyperTensor
 from qsub.optim.options import check_keys, check_options, check_param
-from qsub.optim.step import SKIP
-from qsub.tensors import codes
-from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
-from qsub.tensors.rowwise import Int8RowwiseTensor
-from qsub.tensors.state_codes import random_bits
-
-_WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
-
-
-def _storable(value: Tensor, weight: Int8RowwiseTensor) -> Tensor:
-    """New value of an int8 weight as far as its row code holds it: one NaN or Inf would spoil the whole row.
-
-    An element that is NaN keeps its old value; magnitudes over 65504 become that.
-    """
-    value = torch.where(value.isnan(), weight.dequantize(torch.float32), value)
-    return value.clamp(-codes.FP16_MAX, codes.FP16_MAX)
+from qsub.optim.per_parameter import step_parameter, write_back
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -51,7 +36,8 @@ class Adam8bit(torch.optim.Optimizer):
         block_size: elements that share a scale. A power of two from 16 to 4096.
         min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
         state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
-        state_code: "block_float8".
+        state_code: "block_float8", or "dynamic", that of bitsandbytes and torchao (they use block_size=256), with an
+            fp32 scale a block: for their checkpoints. Backend "triton" steps it one by one, compiled.
         stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
         seed: of the random bits, which are a pure function of it, the step and the element's place.
         backend: "triton" (all parameters of a group in one launch), "compile", "eager", or None for the fastest that
@@ -174,7 +160,7 @@ class Adam8bit(torch.optim.Optimizer):
             return False
         self._check_capture(group, plan.device)
         hyper = self._refresh_hyper(index, group, plan.device)
-        self._launches.launch(plan, group, self.state, params, grads, hyper, self._write_back)
+        self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
         return True
 
     def _step_group(self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -188,8 +174,8 @@ class Adam8bit(torch.optim.Optimizer):
                 from qsub.optim import one_launch  # needs Triton, which not every platform has
 
                 one_launch.check_device(device)
-                taken = [pair for pair in here if one_launch.takes(*pair)]
-                here = [pair for pair in here if not one_launch.takes(*pair)]
+                taken = [pair for pair in here if one_launch.takes(*pair, group)]
+                here = [pair for pair in here if not one_launch.takes(*pair, group)]
             if taken:
                 for param, _ in taken:
                     self._init_state(group, param)
@@ -198,7 +184,7 @@ class Adam8bit(torch.optim.Optimizer):
                 plan = self._launches.plan((index, device), group, self.state, params, grads)
                 plan.covers_group = len(devices) == 1 and not here
                 hyper = self._refresh_hyper(index, group, device)
-                self._launches.launch(plan, group, self.state, params, grads, hyper, self._write_back)
+                self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
             if resolve_backend(self.backend, device) == "compile" and device.type == "cpu":
                 here = self._step_fused(group, here)
             for param, grad in here:
@@ -254,49 +240,10 @@ class Adam8bit(torch.optim.Optimizer):
         count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
         if param.numel() == 0:
             return
-        step = count.to(param.device)
-        hyper = self._refresh_hyper(index, group, param.device)
-        moments = [state[key] for key in states.moment_keys(group)]
-        block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
-        shape = param.shape
-        int8_weight = isinstance(param, Int8RowwiseTensor)
-        value = param.dequantize(torch.float32) if int8_weight else param.detach()
-        staged = [Staged(value, block_size)]
-        pairs: list[Any] = []
-        for moment in moments:
-            if isinstance(moment, Blockwise8bitTensor):
-                staged.append(Staged(moment.codes, block_size))
-                pairs.append((staged[-1].blocks, moment.scale.flatten(0, 1)))
-            else:
-                staged.append(Staged(moment, block_size))
-                pairs.append(staged[-1].blocks)
-        tensors = (
-            staged[0].blocks,
-            to_blocks(grad.contiguous(), shape, block_size),
-            *pairs,
-            *([None] * (3 - len(pairs))),
-        )
-        stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
         backend = resolve_backend(self.backend, param.device)
-        if backend == "triton":  # a dtype that the launch doesn't take
+        if backend == "triton":  # a dtype or a code that the launch doesn't take
             backend = "compile"
-        scalars = (step, hyper.tensor, hyper.seed)
-        run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic)
-        for entry in staged:
-            entry.finish()
-        if isinstance(param, Int8RowwiseTensor):
-            self._write_back(param, value, step, hyper)
-
-    def _write_back(self, param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -> None:
-        """New value of a trainable int8 weight, through the row code with stochastic rounding."""
-        weight: Any = param
-        start = torch.zeros((), dtype=torch.int64, device=value.device)
-        bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
-        before = weight.int_data.clone(), weight.scale.clone()
-        weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
-        skipped = hyper.tensor[SKIP] != 0
-        weight.int_data.copy_(torch.where(skipped, before[0], weight.int_data))
-        weight.scale.copy_(torch.where(skipped, before[1], weight.scale))
+        step_parameter(backend, group, param, grad, state, self._refresh_hyper(index, group, param.device))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch.optim.Adam(W), whose fp32 moments are encoded.

@@ -1,7 +1,7 @@
 """Run the step eagerly or compiled, on plain (blocks, block_size) tensors of one parameter.
 
-The compiled step is compiled once at module level for each variant (8-bit or fp32 state, Adam or AdamW, amsgrad,
-dtype), with the number of blocks dynamic: any number of shapes costs one graph a variant. Values that change
+The compiled step is compiled once at module level for each variant (8-bit or fp32 state, its code, Adam or AdamW,
+amsgrad, dtype), with the number of blocks dynamic: any number of shapes costs one graph a variant. Values that change
 from step to step come in tensors, so none of them recompiles.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qsub.optim import step as definition
+from qsub.tensors.dynamic_codes import dynamic_tables
 
 # Elements per call on the CPU: the fp32 intermediates of a chunk stay in the cache (and malloc reuses them).
 _CHUNK = 1 << 19
@@ -72,6 +73,12 @@ def _variant(kind: str, variant: tuple[Any, ...]) -> Callable[..., None]:
     return torch.compile(copy, fullgraph=True)
 
 
+@functools.cache
+def _tables(device: torch.device) -> Tensor:
+    """The tables of the dynamic code on `device`: uploading them each step would wait for it."""
+    return dynamic_tables(device)
+
+
 _marked: set[Callable[..., None]] = set()
 
 
@@ -103,6 +110,7 @@ def run_step(
     first_block: int,
     decoupled: bool,
     stochastic_round: bool,
+    state_code: str = "block_float8",
 ) -> None:
     """One step in place.
 
@@ -114,13 +122,17 @@ def run_step(
         first_block: blocks of the whole parameter before the first one here.
         decoupled: AdamW rather than Adam.
         stochastic_round: round a bf16 parameter stochastically.
+        state_code: of 8-bit state.
     """
     param = tensors[0]
     kind = "8bit" if isinstance(tensors[2], tuple) else "float32"
     function: Callable[..., None] = definition.step_8bit if kind == "8bit" else definition.step_float32
+    options: tuple[Any, ...] = (decoupled, stochastic_round)
+    if kind == "8bit" and state_code == "dynamic":
+        options += (_tables(param.device),)
     if backend == "compile":
         dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
-        function = _variant(kind, (decoupled, stochastic_round, *dtypes))
+        function = _variant(kind, (decoupled, stochastic_round, len(options), *dtypes))
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):
@@ -129,4 +141,4 @@ def run_step(
             _marked.add(function)  # one marked call makes the graph dynamic; marks cost a tenth of a small step
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
-        function(*chunk, *scalars, _offset(first_block + start, param.device), decoupled, stochastic_round)
+        function(*chunk, *scalars, _offset(first_block + start, param.device), *options)

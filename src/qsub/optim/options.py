@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 BACKENDS = ("triton", "compile", "eager")
-STATE_CODES = ("block_float8",)
+STATE_CODES = ("block_float8", "dynamic")
 # What others keep in a group: torch.optim, its schedulers (OneCycleLR, CyclicLR, SWALR) and timm (layer decay).
 _NOTES = ("params", "param_names", "name", "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr")
 _NOTES += ("base_momentum", "max_momentum", "fix_lr")

@@ -12,7 +12,7 @@ from torch import Tensor
 from qsub.optim import adam_kernel as kernel
 from qsub.optim.hyper import upload
 from qsub.optim.scalars_kernel import N_SCALARS
-from qsub.optim.state_dict import check_form, moment_keys
+from qsub.optim.state_dict import check_form, is_8bit, moment_keys
 from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
@@ -22,9 +22,10 @@ _ALIGNED_FLOAT = 1 << 16  # fewer elements with fp32 state take the ragged layou
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as adam_kernel numbers them
 
 
-def takes(param: Tensor, grad: Tensor) -> bool:
-    """Whether the launch takes this parameter; the others (fp64, empty) step one by one."""
-    return kernel_dtype(param) in _DTYPES and grad.dtype in _DTYPES and param.numel() > 0
+def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
+    """Whether the launch takes this parameter; the others (fp64, empty, dynamic codes) step one by one."""
+    coded = group["state_code"] != "block_float8" and is_8bit(param, group)
+    return kernel_dtype(param) in _DTYPES and grad.dtype in _DTYPES and param.numel() > 0 and not coded
 
 
 def kernel_dtype(param: Tensor) -> torch.dtype:
@@ -37,7 +38,7 @@ def _form(param: Tensor) -> tuple[Any, ...]:
 
 
 def _options(group: dict[str, Any]) -> tuple[Any, ...]:
-    return group["amsgrad"], group["block_size"]
+    return group["amsgrad"], group["block_size"], group["state_code"]
 
 
 @dataclass

@@ -10,10 +10,9 @@ from torch import Tensor
 from qsub.optim.options import check_state_options
 from qsub.tensors.blockwise import Blockwise8bitTensor
 
-CODE_OF_MOMENT = {
-    "exp_avg": "float8_signed",
-    "exp_avg_sq": "float8_unsigned",
-    "max_exp_avg_sq": "float8_unsigned",
+_CODES = {  # of exp_avg and of the second moments, by `state_code`
+    "block_float8": ("float8_signed", "float8_unsigned"),
+    "dynamic": ("dynamic_signed", "dynamic_unsigned"),
 }
 # Group options that torch.optim.Adam doesn't have; they stay what they were when a state dict lacks them.
 QSUB_OPTIONS = ("block_size", "min_8bit_size", "state_bits", "state_code", "stochastic_round", "seed")
@@ -31,6 +30,11 @@ def is_8bit(param: Tensor, group: dict[str, Any]) -> bool:
     return group["state_bits"] == 8 and param.numel() >= max(1, group["min_8bit_size"])
 
 
+def code_of(group: dict[str, Any], key: str) -> str:
+    """Name of the code of the moment `key`, as Blockwise8bitTensor has it."""
+    return _CODES[group["state_code"]][key != "exp_avg"]
+
+
 def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
     """Where the step count of `param` is: on a GPU always, so that a step a GradScaler skips needs no sync."""
     return param.device if group["capturable"] or param.device.type == "cuda" else torch.device("cpu")
@@ -39,12 +43,12 @@ def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
 def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
     """The moment of a parameter before its first step."""
     if is_8bit(param, group):
-        return Blockwise8bitTensor.zeros(param.shape, group["block_size"], CODE_OF_MOMENT[key], param.device)
+        return Blockwise8bitTensor.zeros(param.shape, group["block_size"], code_of(group, key), param.device)
     return torch.zeros(param.shape, dtype=torch.float32, device=param.device)
 
 
 def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """ValueError where `state` doesn't fit its parameter, or the block size of its group, any more."""
+    """ValueError where `state` doesn't fit its parameter, or the block size and code of its group, any more."""
     moment = state["exp_avg"]
     where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
     if moment.shape != param.shape:
@@ -52,6 +56,11 @@ def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> N
     if isinstance(moment, Blockwise8bitTensor) and moment.block_size != group["block_size"]:
         raise ValueError(
             f"{where} has blocks of {moment.block_size}, its group asks for block_size={group['block_size']}. "
+            "Load the state with load_state_dict to encode it anew."
+        )
+    if isinstance(moment, Blockwise8bitTensor) and moment.code != code_of(group, "exp_avg"):
+        raise ValueError(
+            f"{where} is coded as {moment.code!r}, its group asks for state_code={group['state_code']!r}. "
             "Load the state with load_state_dict to encode it anew."
         )
 
@@ -62,6 +71,11 @@ def _moment(saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: st
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where}: expected a float tensor or a Blockwise8bitTensor, got {kind}")
+    if hasattr(value, "qmap"):  # torchao's class, which has next to no operators
+        raise ValueError(
+            f"{where}: a {type(value).__name__} of torchao. Read the state dict with "
+            "qsub.interop.torchao.optimizer_from_torchao first."
+        )
     if value.shape != param.shape:
         raise ValueError(f"{where}: shape {tuple(value.shape)} doesn't match its parameter's {tuple(param.shape)}")
     target = zero_moment(param, group, key)
@@ -85,8 +99,10 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
     needed = ["step", *moment_keys(group)]
     missing = [key for key in needed if key not in saved]
     if missing:
+        bitsandbytes = {"state1", "__bnb_optimizer_quant_state__"} & set(saved)
+        reader = ". Read it with qsub.interop.bitsandbytes.optimizer_from_bitsandbytes first" if bitsandbytes else ""
         raise ValueError(
-            f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}"
+            f"state of parameter {index} lacks {missing}: not a state of Adam or AdamW; it has {list(saved)}{reader}"
         )
     device = step_device(param, group)
     state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})

@@ -1,12 +1,14 @@
 """The definition of the Adam step: fp32 math on plain tensors, used by every backend.
 
 The formulas are those of arXiv 1412.6980 (Adam, algorithm 1), arXiv 1711.05101 (decoupled weight decay) and
-torch.optim's amsgrad and maximize. State is either fp32 or in the block codes of `qsub.tensors.state_codes`.
+torch.optim's amsgrad and maximize. State is either fp32 or in the block codes of `qsub.tensors.state_codes` or of
+`qsub.tensors.dynamic_codes`.
 """
 
 import torch
 from torch import Tensor
 
+from qsub.tensors.dynamic_codes import decode_signed, decode_unsigned, encode_signed, encode_unsigned
 from qsub.tensors.state_codes import (
     decode_exp_avg,
     decode_exp_avg_sq,
@@ -134,6 +136,10 @@ def step_float32(
         _store(max_exp_avg_sq, largest, hyper)
 
 
+def _decode_second(moment: tuple[Tensor, Tensor], tables: Tensor | None) -> Tensor:
+    return decode_exp_avg_sq(*moment) if tables is None else decode_unsigned(*moment, tables)
+
+
 def step_8bit(
     param: Tensor,
     grad: Tensor,
@@ -146,6 +152,7 @@ def step_8bit(
     first_block: Tensor,
     decoupled: bool,
     stochastic_round: bool,
+    tables: Tensor | None = None,
 ) -> None:
     """One step in place with 8-bit state: decode, step in fp32, encode.
 
@@ -155,7 +162,8 @@ def step_8bit(
     Args:
         param: (blocks, block_size), any float dtype, as `grad`.
         grad: gradient.
-        exp_avg: uint8 codes (blocks, block_size) and scale (blocks, 2), as the next two.
+        exp_avg: uint8 codes (blocks, block_size) and scale, (blocks, 2) uint8 or with `tables` (blocks,) fp32; as the
+            next two.
         exp_avg_sq: see `adam_step`.
         max_exp_avg_sq: see `adam_step`.
         step: 0-dim fp32, from 1.
@@ -164,24 +172,36 @@ def step_8bit(
         first_block: 0-dim int64, see `state_codes.random_bits`.
         decoupled: AdamW rather than Adam.
         stochastic_round: round a bf16 parameter stochastically.
+        tables: `dynamic_codes.dynamic_tables` for state in the dynamic code, which is rounded to nearest; None for
+            state in the block float code, which is rounded stochastically.
     """
     value, first, second, largest = adam_step(
         _wide(param),
         grad.float(),
-        decode_exp_avg(*exp_avg),
-        decode_exp_avg_sq(*exp_avg_sq),
-        None if max_exp_avg_sq is None else decode_exp_avg_sq(*max_exp_avg_sq),
+        decode_exp_avg(*exp_avg) if tables is None else decode_signed(*exp_avg, tables),
+        _decode_second(exp_avg_sq, tables),
+        None if max_exp_avg_sq is None else _decode_second(max_exp_avg_sq, tables),
         step,
         hyper,
         decoupled,
     )
-    bits = random_bits(seed, step.to(torch.int32), first_block, *param.shape)
+    bits = None
+    if stochastic_round or tables is None:
+        bits = random_bits(seed, step.to(torch.int32), first_block, *param.shape)
     _store_param(param, value, bits if stochastic_round else None, hyper)
     finite = second <= _FLOAT_MAX
     first, second = torch.where(finite, first, 0.0), torch.where(finite, second, 0.0)
-    low, high = exponent_range(second)
-    _store_pair(exp_avg, encode_exp_avg(first, low, noise_of(bits, 0)), hyper)
-    _store_pair(exp_avg_sq, encode_exp_avg_sq(second, low, high, noise_of(bits, 1)), hyper)
-    if max_exp_avg_sq is not None and largest is not None:  # to nearest: random rounding would only push a maximum up
+    if largest is not None:
         largest = torch.where(finite, largest, 0.0)
-        _store_pair(max_exp_avg_sq, encode_exp_avg_sq(largest, *exponent_range(largest)), hyper)
+    if tables is None and bits is not None:
+        low, high = exponent_range(second)
+        _store_pair(exp_avg, encode_exp_avg(first, low, noise_of(bits, 0)), hyper)
+        _store_pair(exp_avg_sq, encode_exp_avg_sq(second, low, high, noise_of(bits, 1)), hyper)
+    else:
+        _store_pair(exp_avg, encode_signed(first), hyper)
+        _store_pair(exp_avg_sq, encode_unsigned(second), hyper)
+    if max_exp_avg_sq is not None and largest is not None:  # to nearest: random rounding would only push a maximum up
+        if tables is None:
+            _store_pair(max_exp_avg_sq, encode_exp_avg_sq(largest, *exponent_range(largest)), hyper)
+        else:
+            _store_pair(max_exp_avg_sq, encode_unsigned(largest), hyper)

@@ -1,10 +1,17 @@
 """Quantized tensor subclasses."""
 
-from qsub.tensors import rowwise_arithmetic, rowwise_copies, rowwise_matmul, rowwise_methods, rowwise_views
+from qsub.tensors import (
+    blockwise_ops,
+    rowwise_arithmetic,
+    rowwise_copies,
+    rowwise_matmul,
+    rowwise_methods,
+    rowwise_views,
+)
 from qsub.tensors.blockwise import Blockwise8bitTensor
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 __all__ = ["Blockwise8bitTensor", "Int8RowwiseTensor"]
 
 # The modules of handlers are imported for what they register.
-del rowwise_arithmetic, rowwise_copies, rowwise_matmul, rowwise_methods, rowwise_views
+del blockwise_ops, rowwise_arithmetic, rowwise_copies, rowwise_matmul, rowwise_methods, rowwise_views

@@ -1,4 +1,4 @@
-"""Blockwise8bitTensor: optimizer state in 8 bits an element and two bytes a block."""
+"""Blockwise8bitTensor: optimizer state in 8 bits an element and two or four bytes a block."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from qsub.tensors import dynamic_codes
 from qsub.tensors import state_codes as math8
 from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
 
@@ -14,7 +15,12 @@ aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
 
 # Name of a code and its inverse. "signed" is exp_avg's, "unsigned" that of the second moments.
-DECODE = {"float8_signed": math8.decode_exp_avg, "float8_unsigned": math8.decode_exp_avg_sq}
+DECODE = {
+    "float8_signed": math8.decode_exp_avg,
+    "float8_unsigned": math8.decode_exp_avg_sq,
+    "dynamic_signed": dynamic_codes.decode_signed,
+    "dynamic_unsigned": dynamic_codes.decode_unsigned,
+}
 
 
 def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
@@ -24,10 +30,24 @@ def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
     return shape[0], math.prod(shape[1:])
 
 
-def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int) -> tuple[int, int, int]:
-    """Shape of the scales, (rows, blocks per row, 2): blocks never cross a row, the last one of a row may be short."""
+def is_dynamic(code: str) -> bool:
+    """Whether `code` is one of the dynamic tree, with an fp32 scale, rather than one of two bytes a block."""
+    return code.startswith("dynamic")
+
+
+def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int, code: str) -> tuple[int, ...]:
+    """Shape of the scales, (rows, blocks per row) or (rows, blocks per row, 2).
+
+    Blocks never cross a row, the last one of a row may be short.
+    """
     rows, length = row_shape(shape)
-    return rows, -(-length // block_size), 2
+    blocks = -(-length // block_size)
+    return (rows, blocks) if is_dynamic(code) else (rows, blocks, 2)
+
+
+def scale_dtype(code: str) -> torch.dtype:
+    """Dtype of the scales of `code`."""
+    return torch.float32 if is_dynamic(code) else torch.uint8
 
 
 def to_blocks(flat: Tensor, shape: torch.Size | tuple[int, ...], block_size: int) -> Tensor:
@@ -62,17 +82,18 @@ class Staged:
 
 
 class Blockwise8bitTensor(Tensor):
-    """A float tensor stored as uint8 codes and two bytes of scale for each block of elements.
+    """A float tensor stored as uint8 codes and a scale for each block of elements.
 
     Blocks run along the flattened trailing dimensions and never cross a row of dim 0, so any slice of rows is a
-    slice of codes and of scales. See `qsub.tensors.state_codes` for the codes.
+    slice of codes and of scales. See `qsub.tensors.state_codes` and `qsub.tensors.dynamic_codes` for the codes.
 
     Args:
         codes: uint8, the shape of the float tensor, contiguous.
-        scale: (rows, ceil(rest / block_size), 2) uint8, where a block's codes start and how dense they are; a 0-D or
+        scale: of "float8" codes (rows, ceil(rest / block_size), 2) uint8, where a block's codes start and how dense
+            they are; of "dynamic" ones (rows, ceil(rest / block_size)) fp32, the block's largest magnitude. A 0-D or
             1-D tensor is one row.
         block_size: elements per block.
-        code: "float8_signed" (exp_avg) or "float8_unsigned" (exp_avg_sq).
+        code: "float8_signed" or "dynamic_signed" (exp_avg), "float8_unsigned" or "dynamic_unsigned" (exp_avg_sq).
         dtype: float dtype that the tensor shows. Default: fp32.
     """
 
@@ -86,11 +107,14 @@ class Blockwise8bitTensor(Tensor):
         """See the class."""
         if code not in DECODE:
             raise ValueError(f"code must be one of {sorted(DECODE)}, got {code!r}")
-        if tuple(scale.shape) != scale_shape(codes.shape, block_size):
+        wanted = scale_shape(codes.shape, block_size, code)
+        if tuple(scale.shape) != wanted:
             raise ValueError(
                 f"scale of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
-                f"{scale_shape(codes.shape, block_size)}, got {tuple(scale.shape)}"
+                f"{wanted}, got {tuple(scale.shape)}"
             )
+        if scale.dtype != scale_dtype(code):
+            raise ValueError(f"scale of code {code!r} must be {scale_dtype(code)}, got {scale.dtype}")
         self = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
         )
@@ -106,7 +130,7 @@ class Blockwise8bitTensor(Tensor):
         """All-zero tensor of `shape`; the arguments are those of the class."""
         return cls(
             torch.zeros(shape, dtype=torch.uint8, device=device),
-            torch.zeros(scale_shape(shape, block_size), dtype=torch.uint8, device=device),
+            torch.zeros(scale_shape(shape, block_size, code), dtype=scale_dtype(code), device=device),
             block_size,
             code,
         )
@@ -122,7 +146,7 @@ class Blockwise8bitTensor(Tensor):
             block_size: see the class, as `code`.
             code: see the class.
             second: for "float8_signed", the second moment of the same shape, which tells how fine small magnitudes
-                must be. Default: the square of the value.
+                must be. Default: the square of the value. Other codes don't need it.
 
         Raises:
             ValueError: a value is not finite, over 1e38, or negative in an unsigned code.
@@ -133,21 +157,22 @@ class Blockwise8bitTensor(Tensor):
             raise ValueError(
                 "cannot encode NaN, Inf or magnitudes over 1e38 in 8-bit state; load that of a healthy run"
             )
-        if code == "float8_unsigned" and not on_meta and bool((value < 0).any()):
+        if code.endswith("_unsigned") and not on_meta and bool((value < 0).any()):
             raise ValueError("a second moment must not be negative")
-        scale_size = scale_shape(value.shape, block_size)
         if value.numel() == 0:
-            return cls(
-                value.to(torch.uint8), torch.zeros(scale_size, dtype=torch.uint8, device=value.device), block_size, code
-            )
+            return cls.zeros(value.shape, block_size, code, value.device)
         blocks = to_blocks(value, value.shape, block_size)
-        if code == "float8_unsigned":
+        if is_dynamic(code):
+            encode = dynamic_codes.encode_signed if code == "dynamic_signed" else dynamic_codes.encode_unsigned
+            encoded, scale = encode(blocks)
+        elif code == "float8_unsigned":
             encoded, scale = math8.encode_exp_avg_sq(blocks, *math8.exponent_range(blocks))
         else:
             second = value.square() if second is None else second.detach().float().contiguous()
             low, _ = math8.exponent_range(to_blocks(second, value.shape, block_size))
             encoded, scale = math8.encode_exp_avg(blocks, low)
-        return cls(from_blocks(encoded, value.shape), scale.view(scale_size), block_size, code)
+        codes = from_blocks(encoded, value.shape).contiguous()
+        return cls(codes, scale.view(scale_shape(value.shape, block_size, code)), block_size, code)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Plain float tensor of the same shape, in `dtype` (default: the dtype that the tensor shows)."""
@@ -168,7 +193,23 @@ class Blockwise8bitTensor(Tensor):
         """Inverse of `__tensor_flatten__`."""
         return cls(inner["codes"], inner["scale"], **meta)
 
-    def _like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
+    def share_memory_(self) -> "Blockwise8bitTensor":
+        """Move both inner tensors to shared memory, in place."""
+        self.codes.share_memory_()
+        self.scale.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether both inner tensors are in shared memory."""
+        return self.codes.is_shared() and self.scale.is_shared()
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+    def like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
+        """A tensor of other inner tensors with the remaining fields of this one."""
         return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
 
     def _stable_hash_for_caching(self) -> str:
@@ -183,20 +224,20 @@ class Blockwise8bitTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Handlers are in the op table of this module."""
+        """Handlers are here and in blockwise_ops."""
         return OPS.dispatch(func, args, kwargs)
 
 
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Blockwise8bitTensor) -> Any:
     """nn.Parameter, state_dict and torch.optim's bookkeeping."""
-    return return_and_correct_aliasing(func, (x,), {}, x._like(func(x.codes), func(x.scale)))
+    return return_and_correct_aliasing(func, (x,), {}, x.like(func(x.codes), func(x.scale)))
 
 
 @OPS.implements(aten.clone.default)
 def _clone(func: Any, x: Blockwise8bitTensor, *, memory_format: Any = None) -> Any:
     """Deepcopy of an optimizer."""
-    return x._like(x.codes.clone(), x.scale.clone())
+    return x.like(x.codes.clone(), x.scale.clone())
 
 
 @OPS.implements(aten._to_copy.default)
@@ -204,7 +245,7 @@ def _to_copy(func: Any, x: Blockwise8bitTensor, *, dtype: Any = None, device: An
     """`.to`, `.cpu`, `.cuda`: the dtype changes in appearance only, the device moves both inner tensors."""
     shown = float_dtype(dtype, x.dtype, OPS.owner)
     move = {"device": device, "non_blocking": options.get("non_blocking", False), "copy": True}
-    return x._like(x.codes.to(**move), x.scale.to(**move), shown)
+    return x.like(x.codes.to(**move), x.scale.to(**move), shown)
 
 
 @OPS.implements(aten.copy_.default)

@@ -42,6 +42,29 @@ class OpTable:
         return handler(func, *args, **(kwargs or {}))
 
 
+# Arithmetic whose result is a plain tensor, and what autograd needs for it.
+_PLAIN = """
+    abs neg sgn sign sqrt rsqrt square exp log reciprocal relu sigmoid tanh gelu silu round floor ceil clamp
+    clamp_min clamp_max add sub rsub mul div pow maximum minimum where lerp addcmul addcdiv fmod remainder
+    sum mean amax amin aminmax max min std var norm linalg_vector_norm prod dot argmax argmin count_nonzero
+    eq ne lt le gt ge isnan isinf isfinite isclose allclose logical_not equal _local_scalar_dense
+    nan_to_num masked_fill tril triu
+"""
+
+
+def plain_operators() -> list[Any]:
+    """The overloads of the arithmetic whose result is a plain tensor, out of place."""
+    found = []
+    for name in _PLAIN.split():
+        packet = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            takes_tensors = any("Tensor" in str(argument.type) for argument in op._schema.arguments)
+            if takes_tensors and not op._schema.is_mutable and "out" not in overload:
+                found.append(op)
+    return found
+
+
 def float_dtype(dtype: torch.dtype | None, default: torch.dtype, owner: str) -> torch.dtype:
     """The float dtype asked for, or `default`; TypeError for an integer, bool or complex one."""
     if dtype is None:

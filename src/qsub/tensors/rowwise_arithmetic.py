@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.tensors.dispatch import plain_operators
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
@@ -19,29 +20,13 @@ def _plain(value: Any, dtype: torch.dtype | None = None) -> Any:
     return [_plain(entry, dtype) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-# ---- Plain results: what autograd needs for these is in the list too ----
-
-_PLAIN = """
-    abs neg sgn sign sqrt rsqrt square exp log reciprocal relu sigmoid tanh gelu silu round floor ceil clamp
-    clamp_min clamp_max add sub rsub mul div pow maximum minimum where lerp addcmul addcdiv fmod remainder
-    sum mean amax amin aminmax max min std var norm linalg_vector_norm prod dot argmax argmin count_nonzero
-    eq ne lt le gt ge isnan isinf isfinite isclose allclose logical_not equal _local_scalar_dense
-    nan_to_num masked_fill tril triu
-"""
+# ---- Plain results ----
 
 
+@OPS.implements(*plain_operators())
 def _plain_result(func: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator on the dequantized weight, in the dtype that it shows; the result is a plain tensor."""
     return func(*(_plain(arg) for arg in args), **{key: _plain(value) for key, value in kwargs.items()})
-
-
-for _name in _PLAIN.split():
-    _packet = getattr(aten, _name)
-    for _overload in _packet.overloads():
-        _op = getattr(_packet, _overload)
-        takes_tensors = any("Tensor" in str(argument.type) for argument in _op._schema.arguments)
-        if takes_tensors and not _op._schema.is_mutable and "out" not in _overload:
-            OPS.implements(_op)(_plain_result)
 
 
 # ---- In place: dequantize, update in fp32, encode again ----

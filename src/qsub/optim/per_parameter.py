@@ -1,0 +1,82 @@
+"""Step one parameter with backend "eager" or "compile": bring it into blocks, step, write back what was a copy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.optim.compiled import run_step
+from qsub.optim.hyper import HyperTensor
+from qsub.optim.state_dict import moment_keys
+from qsub.optim.step import SKIP
+from qsub.tensors import codes
+from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
+from qsub.tensors.rowwise import Int8RowwiseTensor
+from qsub.tensors.state_codes import random_bits
+
+_WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
+
+
+def step_parameter(
+    backend: str, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any], hyper: HyperTensor
+) -> None:
+    """One step in place.
+
+    Args:
+        backend: "eager" or "compile".
+        group: options of its parameter group.
+        param: any layout and float dtype, not empty.
+        grad: of the same shape.
+        state: of the parameter; its step is counted already.
+        hyper: of the group, refreshed, on the device of the parameter.
+    """
+    moments = [state[key] for key in moment_keys(group)]
+    block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
+    value = param.dequantize(torch.float32) if isinstance(param, Int8RowwiseTensor) else param.detach()
+    staged = [Staged(value, block_size)]
+    pairs: list[Any] = []
+    for moment in moments:
+        if isinstance(moment, Blockwise8bitTensor):
+            staged.append(Staged(moment.codes, block_size))
+            pairs.append((staged[-1].blocks, moment.scale.flatten(0, 1)))
+        else:
+            staged.append(Staged(moment, block_size))
+            pairs.append(staged[-1].blocks)
+    grad_blocks = to_blocks(grad.contiguous(), param.shape, block_size)
+    tensors = (staged[0].blocks, grad_blocks, *pairs, *([None] * (3 - len(pairs))))
+    step = state["step"].to(param.device)
+    stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
+    scalars = (step, hyper.tensor, hyper.seed)
+    run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic, group["state_code"])
+    for entry in staged:
+        entry.finish()
+    if isinstance(param, Int8RowwiseTensor):
+        write_back(param, value, step, hyper)
+
+
+def write_back(param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -> None:
+    """New value of a trainable int8 weight, through the row code with stochastic rounding.
+
+    Args:
+        param: the Int8RowwiseTensor.
+        value: fp32, of its shape.
+        step: 0-dim fp32, the number of this step.
+        hyper: whose seed is drawn from, and whose SKIP leaves the weight as it is.
+    """
+    weight: Any = param
+    start = torch.zeros((), dtype=torch.int64, device=value.device)
+    bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
+    before = weight.int_data.clone(), weight.scale.clone()
+    weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
+    skipped = hyper.tensor[SKIP] != 0
+    weight.int_data.copy_(torch.where(skipped, before[0], weight.int_data))
+    weight.scale.copy_(torch.where(skipped, before[1], weight.scale))
+
+
+def _storable(value: Tensor, weight: Int8RowwiseTensor) -> Tensor:
+    """New value of an int8 weight as far as its row code holds it: one NaN or Inf would spoil the whole row.
+
+    An element that is NaN keeps its old value; magnitudes over 65504 become that.
+    """
+    value = torch.where(value.isnan(), weight.dequantize(torch.float32), value)
+    return value.clamp(-codes.FP16_MAX, codes.FP16_MAX)
