@@ -13,6 +13,14 @@ import torch
 _PACKAGES = ("torch", "triton", "bitsandbytes", "torchao", "flashoptim", "torch-optimi", "transformers", "timm")
 
 
+def _processor() -> str:
+    """Name of the CPU, from Linux where that tells it."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def environment(device: str) -> dict[str, str]:
     """Hardware and versions that the numbers belong to."""
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else ""
@@ -23,7 +31,7 @@ def environment(device: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "device": gpu or f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "device": gpu or f"{_processor()}, {torch.get_num_threads()} threads",
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
         "packages": "; ".join(versions),

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     cases = pathlib.Path(__file__).with_name("interpreted_linear.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_kernels_in_the_interpreter():
     cases = pathlib.Path(__file__).with_name("test_one_launch.py")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(cases)]
