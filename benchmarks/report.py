@@ -130,6 +130,11 @@ TABLES = {
         {"optimizer": "ms a step / against torch fused", **{name: name for name in _SETS}},
         reshape=_then(_joined("case", "set", "dtype"), pivot("optimizer", "case", step_ms=".2f", vs_torch_fused=".2f")),
     ),
+    "optimizer-step-cpu": Table(
+        "optim_step_cpu.csv",
+        {"optimizer": "ms a step / first step, s", "one-2048 fp32": "one 2048 x 2048", "tiny fp32": "40 small tensors"},
+        reshape=_then(_joined("case", "set", "dtype"), pivot("optimizer", "case", step_ms=".2f", first_step_s=".2f")),
+    ),
     "optimizer-memory": Table(
         "optim_step.csv",
         {"optimizer": "peak GiB / first step, s", **{name: name for name in _SETS[:4]}},
