@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -262,6 +263,18 @@ def test_peers_tolerance_of_the_input_gradient():
         torch.testing.assert_close(x.grad, exact, rtol=0, atol=0.05 * scale)
         outside.append((~torch.isclose(x.grad, exact, atol=0.01 * scale, rtol=0.1)).float().mean().item())
     assert sum(outside) / len(outside) <= 0.005, outside
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+@pytest.mark.parametrize("shape", [(0,), (5, 0), (2, 3, 0)])
+def test_zero_features(shape, trainable):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's init warns of zero elements
+        layer = qsub.quantize_(nn.Linear(0, 4), trainable=trainable)
+    x = torch.randn(shape, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert torch.equal(y, layer.bias.expand(*shape[:-1], 4)) and x.grad.shape == shape
 
 
 def test_layers_of_any_size_backward():

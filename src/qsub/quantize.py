@@ -86,7 +86,7 @@ def quantize_(
     The weights are frozen (requires_grad=False) unless `trainable`; biases and all other parameters stay as they are.
     A weight that is shared with a module that is not selected, such as an embedding, is skipped and stays tied.
     Linears that share a weight go on sharing it. Quantizing twice changes nothing. Memory: at most the float model
-    and one layer at a time.
+    and one layer at a time. A load_state_dict that fails later leaves the model as it was (see `qsub.loading`).
 
     Args:
         model: any module; also a single nn.Linear.

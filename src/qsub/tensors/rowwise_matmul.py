@@ -133,12 +133,11 @@ def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             f"an input of shape {tuple(x.shape)} can't be multiplied with an Int8RowwiseTensor that takes "
             f"{weight.shape[0]} features"
         )
-    rows = x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    rows = x if x.dim() == 2 else x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # reshape(-1, 0) is refused
     result = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return result.reshape(*x.shape[:-1], weight.shape[1]) if x.dim() != 2 else result
 
 
 FUNCTIONS[torch.nn.functional.linear] = linear
-for function in (torch.matmul, Tensor.matmul, Tensor.__matmul__):
-    FUNCTIONS[function] = matmul
+FUNCTIONS.update(dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), matmul))
 FUNCTIONS[Tensor.__rmatmul__] = lambda other, input: matmul(input, other)
