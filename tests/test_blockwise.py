@@ -56,6 +56,19 @@ def test_edits_take_effect(edit, code):
     torch.testing.assert_close(x.dequantize(), expected, rtol=0.1, atol=0.02)
 
 
+def test_inference_mode():
+    x = make()
+    whole = x.dequantize()
+    with torch.inference_mode():
+        for part, expected in (
+            (x[3:7], whole[3:7]),
+            (x.split(5)[1], whole[5:10]),
+            (x.detach(), whole),
+            (x.chunk(3)[0], whole[:4]),
+        ):
+            assert torch.equal(part.dequantize(), expected)
+
+
 @pytest.mark.parametrize("code", CODES)
 def test_rows_are_slices_of_codes_and_scales(code):
     x = make(code)

@@ -87,6 +87,24 @@ def test_row(row, dtype, contiguous, device):
         torch.testing.assert_close(result, expected, rtol=TOLERANCE[dtype], atol=atol)
 
 
+@pytest.mark.parametrize("row", [row for row in TABLE if row.kind != "in place"], ids=lambda row: row.expression)
+def test_under_inference_mode_the_outcome_is_the_same(row):
+    """Composite operators arrive whole there, and a view of a normal tensor must be a normal tensor."""
+    names = operands(torch.float32, True)
+    outside, inside = [], []
+    for found, mode in ((outside, torch.no_grad()), (inside, torch.inference_mode())):
+        with mode:
+            try:
+                value = evaluate(row.expression, names)
+                found.append(value.dequantize() if isinstance(value, Int8RowwiseTensor) else value)
+                found.append(type(value))
+            except NotImplementedError:
+                found.append(NotImplementedError)
+    assert outside[1:] == inside[1:]
+    same = torch.equal if isinstance(outside[0], torch.Tensor) else lambda a, b: a == b
+    assert same(outside[0], inside[0])
+
+
 @pytest.mark.parametrize("row", [row for row in TABLE if row.kind == "view"], ids=lambda row: row.expression)
 def test_a_change_of_a_view_shows_in_the_weight_or_is_refused(row):
     names = operands(torch.float32, True)

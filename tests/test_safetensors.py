@@ -96,6 +96,17 @@ def test_shared_tensors_stay_shared(file, tmp_path):
     assert again["x"] is again["y"] and torch.equal(again["z"], plain[1:])
 
 
+def test_views_of_one_storage_are_stored_as_copies(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    weight = Int8RowwiseTensor.from_float(torch.randn(6, 10))
+    state = {"x": base, "flat": base.view(-1), "turned": base.t(), "w": weight, "rows": weight[2:4], "w_t": weight.t()}
+    qsub.save_file(state, tmp_path / "v.safetensors")
+    loaded = qsub.load_file(tmp_path / "v.safetensors")
+    for name, value in state.items():
+        plain = (x.dequantize() if isinstance(x, Int8RowwiseTensor) else x for x in (loaded[name], value))
+        assert torch.equal(*plain)
+
+
 def test_plain_files_load_too(tmp_path):
     import safetensors.torch
 

@@ -123,6 +123,28 @@ def test_a_bad_entry_is_named_and_leaves_the_whole_model_as_it_was(key, value, t
         assert all(torch.equal(a, b) for a, b in zip(inner, kept, strict=True))
 
 
+class OldFormat(nn.Module):
+    """Brings entries of an older format into form by a hook of its own, as modules of libraries do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(2, 3))
+        self.register_load_state_dict_pre_hook(self.reshape)
+
+    @staticmethod
+    def reshape(module, state, prefix, *_):
+        state[f"{prefix}table"] = state[f"{prefix}table"].view(2, 3)
+
+
+def test_entries_that_torch_or_a_hook_bring_into_form_load():
+    module = nn.ModuleDict({"old": OldFormat(), "linear": nn.Linear(4, 4)})
+    module.register_parameter("factor", nn.Parameter(torch.tensor(1.0)))
+    qsub.quantize_(module)
+    state = {**module.state_dict(), "old.table": torch.ones(6), "factor": torch.full((1,), 3.0)}
+    module.load_state_dict(state)
+    assert torch.equal(module["old"].table, torch.ones(2, 3)) and module.factor.item() == 3.0
+
+
 def test_missing_and_unexpected_keys_are_reported_by_torch():
     module = qsub.quantize_(model())
     state = model(1).state_dict()

@@ -16,7 +16,7 @@ from qsub.tensors.codes import check_rows
 def _problem(key: str, target: Tensor, value: Any, assign: bool) -> str | None:
     if not isinstance(value, Tensor):
         return f"{key}: expected a tensor, got {type(value).__name__}"
-    if value.shape != target.shape:
+    if value.shape != target.shape and not (target.dim() == 0 and value.shape == (1,)):  # which torch loads
         return f"size mismatch for {key}: shape {tuple(value.shape)} doesn't fit the model's {tuple(target.shape)}"
     if isinstance(target, Int8RowwiseTensor) and not assign and not isinstance(value, Int8RowwiseTensor):
         if not value.dtype.is_floating_point:
@@ -34,10 +34,15 @@ def check_before_load(
     """load_state_dict pre-hook: RuntimeError, as torch's, with one line for each entry that can't be loaded."""
     assign = local_metadata.get("assign_to_params_buffers", False)
     problems = []
-    for name, target in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
-        key = prefix + name
-        lazy = isinstance(target, (nn.UninitializedParameter, nn.UninitializedBuffer))
-        if key in state_dict and not lazy:
+    for path, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        if any(_hook(hook) is not check_before_load for hook in owner._load_state_dict_pre_hooks.values()):
+            continue  # it may bring the entries of its module into form first
+        for name, target in [*owner._parameters.items(), *owner._buffers.items()]:
+            key = f"{path}.{name}" if path else name
+            if target is None or key not in state_dict:
+                continue
+            if isinstance(target, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+                continue
             problem = _problem(key, target, state_dict[key], assign)
             if problem is not None:
                 problems.append(problem)
@@ -62,4 +67,9 @@ def unregister(module: nn.Module) -> None:
 
 def _handles(module: nn.Module) -> list[int]:
     hooks = module._load_state_dict_pre_hooks
-    return [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is check_before_load]
+    return [key for key, hook in hooks.items() if _hook(hook) is check_before_load]
+
+
+def _hook(registered: Any) -> Any:
+    """The function that was registered: torch wraps it."""
+    return getattr(registered, "hook", registered)

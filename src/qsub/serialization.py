@@ -58,6 +58,7 @@ def _flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
     plain: dict[str, Tensor] = {}
     header: dict[str, Any] = {"version": VERSION, "tensors": {}, "shared": {}}
     seen: dict[tuple[Any, ...], str] = {}
+    taken: set[tuple[Any, ...]] = set()
     for name, tensor in state_dict.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name!r} is a {type(tensor).__name__}: a safetensors file holds tensors only")
@@ -82,10 +83,11 @@ def _flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
                 raise ValueError(
                     f"the state dict has a tensor {key!r} of its own, which is where {name!r} would be stored"
                 )
-            # safetensors refuses tensors that overlap; those that aren't one and the same are stored as copies.
-            plain[key] = (
-                part.contiguous().clone() if part.untyped_storage().nbytes() != part.nbytes else part.contiguous()
-            )
+            # safetensors refuses tensors of one memory; those that aren't one and the same are stored as copies.
+            part = part.contiguous()
+            memory = part.device, part.untyped_storage().data_ptr()
+            plain[key] = part.clone() if part.untyped_storage().nbytes() != part.nbytes or memory in taken else part
+            taken.add(memory)
     return plain, header
 
 

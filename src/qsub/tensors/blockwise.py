@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from qsub.tensors import dynamic_codes
 from qsub.tensors import state_codes as math8
-from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, view_of
 
 aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
@@ -231,7 +230,7 @@ class Blockwise8bitTensor(Tensor):
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Blockwise8bitTensor) -> Any:
     """nn.Parameter, state_dict and torch.optim's bookkeeping."""
-    return return_and_correct_aliasing(func, (x,), {}, x.like(func(x.codes), func(x.scale)))
+    return view_of(func, x, (), lambda: x.like(func(x.codes), func(x.scale)))
 
 
 @OPS.implements(aten.clone.default)

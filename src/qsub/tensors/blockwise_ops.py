@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from qsub.tensors.blockwise import OPS, Blockwise8bitTensor
-from qsub.tensors.dispatch import plain_operators
+from qsub.tensors.dispatch import plain_operators, view_of
 
 aten = torch.ops.aten
 
@@ -86,8 +85,8 @@ def _check_rows(x: Blockwise8bitTensor, dim: int, name: str) -> None:
 def _slice(func: Any, x: Blockwise8bitTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """A range of rows with their scales: a shard."""
     _check_rows(x, dim, "slice")
-    result = x.like(func(x.codes, 0, start, end, step), func(x.scale, 0, start, end, step))
-    return return_and_correct_aliasing(func, (x, dim, start, end, step), {}, result)
+    inner = [func(t, 0, start, end, step) for t in (x.codes, x.scale)]
+    return view_of(func, x, (dim, start, end, step), lambda: x.like(*inner))
 
 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
@@ -95,7 +94,8 @@ def _split(func: Any, x: Blockwise8bitTensor, sizes: Any, dim: int = 0) -> Any:
     """split, chunk: ranges of rows."""
     _check_rows(x, dim, "split")
     pieces = zip(func(x.codes, sizes, 0), func(x.scale, sizes, 0), strict=True)
-    return [x.like(codes, scale) for codes, scale in pieces]
+    with torch.inference_mode(x.is_inference()):
+        return [x.like(codes, scale) for codes, scale in pieces]
 
 
 @OPS.implements(aten.cat.default)

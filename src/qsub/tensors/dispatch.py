@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 Handler = Callable[..., Any]
 
@@ -37,9 +39,23 @@ class OpTable:
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """Run the handler of `func`, or raise NotImplementedError that names operator, class and remedy."""
         handler = self.handlers.get(func)
-        if handler is None:
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        # Under inference_mode composite operators (chunk, einsum) arrive whole; elsewhere autograd took them apart.
+        result = func.decompose(*args, **(kwargs or {}))
+        if result is NotImplemented:
             raise NotImplementedError(f"{func} is not implemented for {self.owner}. {self.remedy}")
-        return handler(func, *args, **(kwargs or {}))
+        return result
+
+
+def view_of(func: Any, x: Tensor, args: tuple[Any, ...], make: Callable[[], Tensor]) -> Any:
+    """Result of a view operator on a subclass: what `make` returns, with the storage of `x` in autograd's eyes.
+
+    Under inference_mode a view of a normal tensor is a normal tensor, as torch wants it.
+    """
+    with torch.inference_mode(x.is_inference()):
+        result = make()
+    return return_and_correct_aliasing(func, (x, *args), {}, result)
 
 
 # Arithmetic whose result is a plain tensor, and what autograd needs for it.

@@ -4,18 +4,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from qsub.tensors.dispatch import view_of
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
 
 
 def _view(func: Any, x: Int8RowwiseTensor, args: tuple[Any, ...], int_data: Tensor, **changes: Any) -> Any:
-    """Result of a view operator. Under inference_mode a view of a normal tensor is a normal tensor."""
-    with torch.inference_mode(x.is_inference()):
-        result = x.like(int_data, changes.pop("scale", x.scale), **changes)
-    return return_and_correct_aliasing(func, (x, *args), {}, result)
+    scale = changes.pop("scale", x.scale)
+    return view_of(func, x, args, lambda: x.like(int_data, scale, **changes))
 
 
 def _scale_index(x: Int8RowwiseTensor) -> int | None:
@@ -69,10 +67,9 @@ def _split(func: Any, x: Int8RowwiseTensor, sizes: Any, dim: int = 0) -> Any:
     pieces = func(x.int_data, sizes, dim)
     along = dim % x.dim() == _scale_index(x)
     scales = func(x.scale, sizes, 0) if along else [x.scale] * len(pieces)
-    return [
-        x.like(piece, scale, whole_rows=x.whole_rows and (along or len(pieces) == 1))
-        for piece, scale in zip(pieces, scales, strict=True)
-    ]
+    whole_rows = x.whole_rows and (along or len(pieces) == 1)
+    with torch.inference_mode(x.is_inference()):
+        return [x.like(piece, scale, whole_rows=whole_rows) for piece, scale in zip(pieces, scales, strict=True)]
 
 
 @OPS.implements(aten.select.int)
