@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from one_launch_helpers import align, compare, devices, inner, make_params, run_pair, set_grads, twins
 
 from qsub import Int8RowwiseTensor
-from qsub.optim import Adam8bit, AdamW8bit, adam_kernel, plan
+from qsub.optim import Adam8bit, AdamW8bit, one_launch, plan
 
 
 @devices
@@ -303,7 +303,7 @@ def test_cpu_parameters_are_refused_without_the_interpreter(monkeypatch):
     class JITFunction:
         pass
 
-    monkeypatch.setattr(adam_kernel, "adam_kernel", JITFunction())
+    monkeypatch.setattr(one_launch, "adam_kernel", JITFunction())
     param = torch.nn.Parameter(torch.zeros(4))
     param.grad = torch.ones(4)
     with pytest.raises(ValueError, match="backend='triton' needs CUDA parameters, got one on cpu"):

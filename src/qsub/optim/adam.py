@@ -159,7 +159,7 @@ class Adam8bit(torch.optim.Optimizer):
         if not plan:
             return False
         self._check_capture(group, plan.device)
-        hyper = self._refresh_hyper(index, group, plan.device)
+        hyper = self._refresh_hyper(index, group, plan.device, by_kernel=True)
         self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
         return True
 
@@ -183,7 +183,7 @@ class Adam8bit(torch.optim.Optimizer):
                 params, grads = map(list, zip(*taken, strict=True))
                 plan = self._launches.plan((index, device), group, self.state, params, grads)
                 plan.covers_group = len(devices) == 1 and not here
-                hyper = self._refresh_hyper(index, group, device)
+                hyper = self._refresh_hyper(index, group, device, by_kernel=True)
                 self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
             if resolve_backend(self.backend, device) == "compile" and device.type == "cpu":
                 here = self._step_fused(group, here)
@@ -202,8 +202,12 @@ class Adam8bit(torch.optim.Optimizer):
             fused_cpu.step(group, params, grads, states_, *scaling)
         return [pair for pair in pairs if not fused_cpu.takes(*pair, group)]
 
+    @staticmethod
+    def _capturing(device: torch.device) -> bool:
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _check_capture(self, group: dict[str, Any], device: torch.device) -> None:
-        if device.type == "cuda" and not group["capturable"] and torch.cuda.is_current_stream_capturing():
+        if not group["capturable"] and self._capturing(device):
             raise RuntimeError(
                 f"step() of {type(self).__name__} was captured in a CUDA graph with capturable=False. "
                 "Pass capturable=True."
@@ -222,13 +226,16 @@ class Adam8bit(torch.optim.Optimizer):
                 state[key] = states.zero_moment(param, group, key)
         return state
 
-    def _refresh_hyper(self, index: int, group: dict[str, Any], device: torch.device) -> HyperTensor:
-        """The group's hyper-parameters on `device`, refreshed in place where one changed."""
+    def _refresh_hyper(
+        self, index: int, group: dict[str, Any], device: torch.device, by_kernel: bool = False
+    ) -> HyperTensor:
+        """The group's hyper-parameters on `device`, refreshed in place (`by_kernel`: by the launch)."""
         if (index, device) not in self._hyper:
             self._hyper[index, device] = HyperTensor(device)
         hyper = self._hyper[index, device]
         # torch.amp.GradScaler sets these two for an optimizer with `_step_supports_amp_scaling`
-        hyper.refresh(group, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        by_kernel = by_kernel and not self._capturing(device)
+        hyper.refresh(group, getattr(self, "grad_scale", None), getattr(self, "found_inf", None), by_kernel)
         return hyper
 
     def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:

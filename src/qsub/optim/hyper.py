@@ -40,10 +40,20 @@ class HyperTensor:
         self.tensor = torch.zeros(N_HYPER, dtype=torch.float32, device=device)
         self.seed = torch.zeros((), dtype=torch.int32, device=device)
         self._values: list[float | None] | None = None  # None: a value that is copied on the device
+        self._changed: list[float] | None = None
         self._seed = 0
 
-    def refresh(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Bring the tensors up to date with the options of `group` and the attributes that a GradScaler sets."""
+    def refresh(
+        self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None, by_kernel: bool = False
+    ) -> None:
+        """Bring the tensors up to date with the options of `group` and the attributes that a GradScaler sets.
+
+        Args:
+            group: options of the parameter group.
+            grad_scale: on the device, or None.
+            found_inf: on the device, or None.
+            by_kernel: the launch that follows may write the values, see `take_changed`.
+        """
         lr, (beta1, beta2) = group["lr"], group["betas"]
         sign = -1.0 if group["maximize"] else 1.0
         values: list[float | None] = [None] * N_HYPER
@@ -61,7 +71,7 @@ class HyperTensor:
             values[definition.GRAD_FACTOR] = sign
         if found_inf is None:
             values[definition.SKIP] = 0.0
-        self._write(values)
+        self._write(values, by_kernel)
 
         if values[definition.LR] is None:
             _fill(self.tensor[definition.LR], lr)
@@ -79,9 +89,23 @@ class HyperTensor:
             self._seed = group["seed"]
             self.seed.fill_((self._seed + (1 << 31)) % (1 << 32) - (1 << 31))
 
-    def _write(self, values: list[float | None]) -> None:
-        before = self._values
+    def take_changed(self) -> list[float] | None:
+        """The values that the caller's kernel is to write to `tensor`, or None if the tensor has its values.
+
+        A kernel that is launched anyway takes them as arguments, which costs the device nothing; a copy would.
+        """
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            self._values = list(changed)
+        return changed
+
+    def _write(self, values: list[float | None], by_kernel: bool) -> None:
+        before, self._changed = self._values, None
         if values == before:
+            return
+        known = [value for value in values if value is not None]
+        if by_kernel and len(known) == N_HYPER:
+            self._changed = known
             return
         self._values = values
         if self.tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

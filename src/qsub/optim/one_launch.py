@@ -13,10 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from qsub.optim import adam_kernel as kernel
+from qsub.kernel_launch import launch
+from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
 from qsub.optim.scalars_kernel import prepare_kernel
+from qsub.optim.step import N_HYPER
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 __all__ = ["OneLaunch", "check_device", "takes"]
@@ -25,14 +27,14 @@ _LANES = 128  # parameters per program of prepare_kernel
 _ELEMENTS_PER_WARP = 512
 # 96 registers let 21 programs run on a multiprocessor; left alone ptxas takes up to 128 (3% slower on an H200), and
 # with 80 it has no room to load ahead (10% slower).
-_LAUNCH: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": 96}
+_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": 96}
 
 WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor], None]
 
 
 def check_device(device: torch.device) -> None:
     """ValueError unless Triton's kernels run on `device`."""
-    if device.type != "cuda" and type(kernel.adam_kernel).__name__ != "InterpretedFunction":
+    if device.type != "cuda" and type(adam_kernel).__name__ != "InterpretedFunction":
         raise ValueError(
             f"backend='triton' needs CUDA parameters, got one on {device}. Leave backend None, or set "
             "TRITON_INTERPRET=1 before qsub is imported to run the kernel in Triton's interpreter."
@@ -213,21 +215,21 @@ def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dic
 
 
 def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTensor) -> None:
-    count = len(plan.ids)
-    decoupled, block_size = group["decoupled_weight_decay"], group["block_size"]
-    prepare: dict[str, Any] = {"LANES": _LANES, "DECOUPLED": decoupled, "num_warps": 4}
-    prepare_kernel[(triton.cdiv(count, _LANES),)](
-        pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, **prepare, **_LAUNCH
+    count, decoupled, block_size = len(plan.ids), group["decoupled_weight_decay"], group["block_size"]
+    changed = hyper.take_changed()
+    values = [0.0] * (1 + N_HYPER) if changed is None else [1.0, *changed]
+    grid = (triton.cdiv(count, _LANES), 1, 1)
+    arguments = (pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, *values)
+    launch(prepare_kernel, grid, arguments, (_LANES, decoupled), warps=4, **_OPTIONS)
+    constants = (
+        plan.kinds,
+        block_size,
+        plan.blocks,
+        PROGRAMS,
+        decoupled,
+        group["amsgrad"],
+        group["stochastic_round"],
     )
-    constants: dict[str, Any] = {
-        "KINDS": plan.kinds,
-        "BLOCK_SIZE": block_size,
-        "BLOCKS": plan.blocks,
-        "PROGRAMS": PROGRAMS,
-        "DECOUPLED": decoupled,
-        "AMSGRAD": group["amsgrad"],
-        "STOCHASTIC": group["stochastic_round"],
-        "num_warps": max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP),
-    }
-    grid = (plan.programs.shape[0] * PROGRAMS,)
-    kernel.adam_kernel[grid](plan.programs, plan.table, pointers, plan.scalars, **constants, **_LAUNCH)
+    grid = (plan.programs.shape[0] * PROGRAMS, 1, 1)
+    warps = max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP)
+    launch(adam_kernel, grid, (plan.programs, plan.table, pointers, plan.scalars), constants, warps, **_OPTIONS)

@@ -44,46 +44,105 @@ _GOLDEN = tl.constexpr(0x9E3779B9 - (1 << 32))
 
 
 @triton.jit
-def prepare_kernel(addresses, steps, scalars, hyper, seed, count, LANES: tl.constexpr, DECOUPLED: tl.constexpr):
+def prepare_kernel(
+    addresses,
+    steps,
+    scalars,
+    hyper,
+    seed,
+    count,
+    fresh,
+    lr,
+    beta1,
+    beta2,
+    one_minus_beta1,
+    one_minus_beta2,
+    log_beta1,
+    log_beta2,
+    eps,
+    weight_decay,
+    grad_factor,
+    skip,
+    LANES: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+):
     """Count the step of each parameter that has a gradient, unless the step is skipped, and form its scalars.
 
     Args:
         addresses: (count, 2) int64, of the parameter and of its gradient; 0 stands for no gradient.
         steps: (count,) fp32, in place.
         scalars: (count, N_SCALARS) int32, output.
-        hyper: (N_HYPER,) fp32.
+        hyper: (N_HYPER,) fp32; output if `fresh`, else input.
         seed: 0-dim int32.
         count: number of parameters.
+        fresh: not 0.0 if the values that follow, in the order of `hyper`, are to be used and written there.
+        lr: see `qsub.optim.hyper`, as for the others.
+        beta1: of exp_avg.
+        beta2: of exp_avg_sq.
+        one_minus_beta1: 1 - beta1.
+        one_minus_beta2: 1 - beta2.
+        log_beta1: natural logarithm.
+        log_beta2: natural logarithm.
+        eps: see torch.optim.Adam.
+        weight_decay: see torch.optim.Adam.
+        grad_factor: of the gradient, with the sign of `maximize`.
+        skip: not 0.0 where a GradScaler found Inf.
         LANES: parameters per program.
         DECOUPLED: AdamW rather than Adam.
     """
     index = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = index < count
+    # Other programs may be writing `hyper` when `fresh` is set: what is loaded then isn't used.
+    lr = _fresh_or_load(hyper + _LR, lr, fresh)
+    beta1 = _fresh_or_load(hyper + _BETA1, beta1, fresh)
+    beta2 = _fresh_or_load(hyper + _BETA2, beta2, fresh)
+    one_minus_beta1 = _fresh_or_load(hyper + _ONE_MINUS_BETA1, one_minus_beta1, fresh)
+    one_minus_beta2 = _fresh_or_load(hyper + _ONE_MINUS_BETA2, one_minus_beta2, fresh)
+    log_beta1 = _fresh_or_load(hyper + _LOG_BETA1, log_beta1, fresh)
+    log_beta2 = _fresh_or_load(hyper + _LOG_BETA2, log_beta2, fresh)
+    eps = _fresh_or_load(hyper + _EPS, eps, fresh)
+    weight_decay = _fresh_or_load(hyper + _WEIGHT_DECAY, weight_decay, fresh)
+    factor = _fresh_or_load(hyper + _GRAD_FACTOR, grad_factor, fresh)
+    skip = _fresh_or_load(hyper + _SKIP, skip, fresh)
+    if (tl.program_id(0) == 0) & (fresh != 0.0):
+        tl.store(hyper + _LR, lr)
+        tl.store(hyper + _BETA1, beta1)
+        tl.store(hyper + _BETA2, beta2)
+        tl.store(hyper + _ONE_MINUS_BETA1, one_minus_beta1)
+        tl.store(hyper + _ONE_MINUS_BETA2, one_minus_beta2)
+        tl.store(hyper + _LOG_BETA1, log_beta1)
+        tl.store(hyper + _LOG_BETA2, log_beta2)
+        tl.store(hyper + _EPS, eps)
+        tl.store(hyper + _WEIGHT_DECAY, weight_decay)
+        tl.store(hyper + _GRAD_FACTOR, factor)
+        tl.store(hyper + _SKIP, skip)
     has_grad = tl.load(addresses + 2 * index + 1, mask=inside, other=0) != 0
-    active = has_grad.to(tl.float32) * tl.where(tl.load(hyper + _SKIP) == 0.0, 1.0, 0.0)
+    active = has_grad.to(tl.float32) * tl.where(skip == 0.0, 1.0, 0.0)
     step = tl.load(steps + index, mask=inside, other=0.0) + active
     tl.store(steps + index, step, mask=inside)
     # fp64, because fp32 would cancel: beta2**step is .999 at first
     taken = tl.maximum(step, 1.0)
-    correction1 = 1.0 - tl.exp((taken * tl.load(hyper + _LOG_BETA1)).to(tl.float64))
-    correction2 = 1.0 - tl.exp((taken * tl.load(hyper + _LOG_BETA2)).to(tl.float64))
-    lr = tl.load(hyper + _LR)
-    factor = tl.load(hyper + _GRAD_FACTOR)
-    decay = tl.load(hyper + _WEIGHT_DECAY)
-    decay = 1.0 - lr * decay if DECOUPLED else decay / factor
+    correction1 = 1.0 - tl.exp((taken * log_beta1).to(tl.float64))
+    correction2 = 1.0 - tl.exp((taken * log_beta2).to(tl.float64))
+    decay = 1.0 - lr * weight_decay if DECOUPLED else weight_decay / factor
     row = scalars + index * N_SCALARS
     _store_scalar(row + STEP_SIZE, (lr / correction1).to(tl.float32), inside)
     _store_scalar(row + ROOT_CORRECTION, (1.0 / tl.sqrt(correction2)).to(tl.float32), inside)
-    _store_scalar(row + BETA1, tl.load(hyper + _BETA1), inside)
-    _store_scalar(row + BETA2, tl.load(hyper + _BETA2), inside)
-    _store_scalar(row + RATE1, tl.load(hyper + _ONE_MINUS_BETA1) * factor, inside)
-    _store_scalar(row + RATE2, tl.load(hyper + _ONE_MINUS_BETA2) * factor * factor, inside)
-    _store_scalar(row + EPS, tl.load(hyper + _EPS), inside)
+    _store_scalar(row + BETA1, beta1, inside)
+    _store_scalar(row + BETA2, beta2, inside)
+    _store_scalar(row + RATE1, one_minus_beta1 * factor, inside)
+    _store_scalar(row + RATE2, one_minus_beta2 * factor * factor, inside)
+    _store_scalar(row + EPS, eps, inside)
     _store_scalar(row + DECAY, decay, inside)
     count = step.to(tl.int32)
     tl.store(row + SALT, mix(tl.load(seed) ^ mix(count >> _WINDOW)), mask=inside)
     tl.store(row + ADVANCE, count * _GOLDEN, mask=inside)
     tl.store(row + ACTIVE, active.to(tl.int32), mask=inside)
+
+
+@triton.jit
+def _fresh_or_load(address, value, fresh):
+    return tl.where(fresh != 0.0, value, tl.load(address))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsub.linear.kernels.launch import launch, multiprocessors
+from qsub.kernel_launch import launch, multiprocessors
 from qsub.linear.kernels.quantize import magnitude_bits, reciprocal_of_scale, round_to_int8
 
 MOST_ROWS = 256

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.linear.kernels.launch import has_tensor_copies, launch
+from qsub.kernel_launch import has_tensor_copies, launch
 
 MOST_ROWS = 16
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsub.linear.kernels.launch import has_tensor_copies, launch, multiprocessors
+from qsub.kernel_launch import has_tensor_copies, launch, multiprocessors
 from qsub.linear.kernels.quantize import Outliers
 from qsub.linear.reference import OUTLIER_COLUMNS
 

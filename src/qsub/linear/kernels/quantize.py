@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.linear.kernels.launch import launch
+from qsub.kernel_launch import launch
 from qsub.linear.reference import OUTLIER_COLUMNS
 
 _LARGEST_BLOCK = 16384  # columns of a row that one program holds in registers

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.linear.kernels.launch import launch
+from qsub.kernel_launch import launch
 
 
 @triton.jit

@@ -1,14 +1,22 @@
-"""Kernel launches without Triton's per-call specialization of the arguments, which costs more than a small product."""
+"""Launches of Triton kernels without its specialization of the arguments at each call, which is slow."""
 
 import functools
+from typing import Any
 
 import torch
-import triton
 
-_compiled: dict[tuple, "triton.compiler.CompiledKernel"] = {}
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tuple, warps: int, stages: int = 3) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    warps: int,
+    stages: int = 3,
+    **options: Any,
+) -> None:
     """Run `kernel[grid](*arguments, *constants)` on the current device and stream.
 
     The compiled kernel is kept under what Triton specializes on: dtypes, alignment of pointers, and whether integers
@@ -17,12 +25,13 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
     Args:
         kernel: a `triton.jit` function whose `tl.constexpr` parameters come last.
         grid: number of programs along three axes.
-        arguments: tensors, integers, tensor descriptors or None, for the run-time parameters.
+        arguments: tensors, numbers, tensor descriptors or None, for the run-time parameters.
         constants: values of the `tl.constexpr` parameters.
         warps: warps of a program.
         stages: pipeline stages of its loops.
+        options: of the compiler, the same at each launch of a kernel.
     """
-    key = [kernel, constants, warps, stages]
+    key: list[Any] = [kernel, constants, warps, stages]
     device = None
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
@@ -32,19 +41,18 @@ def launch(kernel, grid: tuple[int, int, int], arguments: tuple, constants: tupl
                 device = argument.device
         elif type(argument) is int:
             key.append(argument if argument == 1 else argument % 16 == 0 and 16)
-        elif argument is None:
-            key.append(None)
+        elif argument is None or type(argument) is float:
+            key.append(type(argument))
         else:
             key.append(argument.base.dtype)  # a tensor descriptor; its block shape is among the constants
     key.append(device)
-    key = tuple(key)
-    compiled = _compiled.get(key)
+    compiled = _compiled.get(tuple(key))
     if compiled is not None:
         compiled[grid](*arguments, *constants)
         return
-    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages)
+    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **options)
     if compiled is not None:  # None under Triton's interpreter
-        _compiled[key] = compiled
+        _compiled[tuple(key)] = compiled
 
 
 @functools.cache
