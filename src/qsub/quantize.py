@@ -47,6 +47,11 @@ def _selected(
         yield param, places
 
 
+def linear_weights(model: nn.Module) -> list[str]:
+    """Names of the parameters that `quantize_` takes, a shared one by each of its names."""
+    return [_join(name, key) for _, places in _selected(model, None) for name, _, key in places]
+
+
 def _check(params: list[tuple[nn.Parameter, str]]) -> None:
     """ValueError that names the first bad weight; one synchronization for all weights of a device."""
     absmax: dict[torch.device, list[tuple[torch.Tensor, nn.Parameter, str]]] = {}

@@ -21,20 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.checkpoint_files import INDEX, locate, weight_map
 from qsub.tensors import Blockwise8bitTensor, Int8RowwiseTensor
 from qsub.tensors.blockwise import scale_dtype
 
 VERSION = 1
-_HEADER = "qsub"
-_CLASSES = {"Int8RowwiseTensor": Int8RowwiseTensor, "Blockwise8bitTensor": Blockwise8bitTensor}
-_INNER = {"Int8RowwiseTensor": ("int_data", "scale"), "Blockwise8bitTensor": ("codes", "scale")}
-_NAMES = {torch.int8: "I8", torch.uint8: "U8", torch.float16: "F16", torch.float32: "F32"}  # as safetensors has them
-_FLOAT_DTYPES = {
-    str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-}
+HEADER = "qsub"
+CLASSES = {"Int8RowwiseTensor": Int8RowwiseTensor, "Blockwise8bitTensor": Blockwise8bitTensor}
+INNER = {"Int8RowwiseTensor": ("int_data", "scale"), "Blockwise8bitTensor": ("codes", "scale")}
+DTYPE_NAMES = {
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float16: "F16",
+    torch.float32: "F32",
+}  # as safetensors has them
+FLOAT_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
 
 
-def _safetensors() -> Any:
+def safetensors_package() -> Any:
+    """The package, or ImportError that says how to get it."""
     try:
         import safetensors
         import safetensors.torch  # noqa: F401
@@ -52,6 +57,13 @@ def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return None
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def describe(tensor: Tensor) -> dict[str, Any]:
+    """Entry of a quantized tensor in the header."""
+    meta = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+    fields = {key: value for key, value in meta.items() if key != "dtype"}
+    return {"class": type(tensor).__name__, "dtype": str(tensor.dtype).removeprefix("torch."), **fields}
 
 
 def _flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -73,11 +85,9 @@ def _flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str
         tensor = tensor.detach()
         parts = {name: tensor}
         kind = type(tensor).__name__
-        if kind in _CLASSES:
-            inner, meta = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            fields = {key: value for key, value in meta.items() if key != "dtype"}
-            header["tensors"][name] = {"class": kind, "dtype": str(tensor.dtype).removeprefix("torch."), **fields}
-            parts = {f"{name}.{key}": getattr(tensor, key) for key in inner}
+        if kind in CLASSES:
+            header["tensors"][name] = describe(tensor)
+            parts = {f"{name}.{key}": getattr(tensor, key) for key in INNER[kind]}
         for key, part in parts.items():
             if key in plain or (key != name and key in state_dict):
                 raise ValueError(
@@ -106,14 +116,14 @@ def save_file(
         ValueError: a tensor has no data (meta), or a name is taken.
         ImportError: safetensors is not installed.
     """
-    save = _safetensors().torch.save_file
+    save = safetensors_package().torch.save_file
     plain, header = _flatten(state_dict)
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         temporary.touch(exist_ok=False)
         usual = temporary.stat().st_mode  # safetensors makes files that only their owner can read
-        save(plain, temporary, {**(metadata or {}), "format": "pt", _HEADER: json.dumps(header)})
+        save(plain, temporary, {**(metadata or {}), "format": "pt", HEADER: json.dumps(header)})
         temporary.chmod(usual)
         os.replace(temporary, path)
     except BaseException:
@@ -121,8 +131,9 @@ def save_file(
         raise
 
 
-def _read_header(file: Any, path: Path) -> dict[str, Any]:
-    text = (file.metadata() or {}).get(_HEADER)
+def read_header(file: Any, path: Path) -> dict[str, Any]:
+    """qsub's entry in the header of an open file; ValueError if it is damaged or of another version."""
+    text = (file.metadata() or {}).get(HEADER)
     if text is None:  # a file of plain tensors
         return {"tensors": {}, "shared": {}}
     try:
@@ -142,23 +153,23 @@ def _read_header(file: Any, path: Path) -> dict[str, Any]:
     return header
 
 
-def _check(file: Any, names: set[str], name: str, fields: dict[str, Any], path: Path) -> None:
+def check_parts(file: Any, names: set[str], name: str, fields: dict[str, Any], path: Path) -> None:
     """ValueError unless the inner tensors of `name` are there and fit, by the file's header alone."""
     kind = fields.get("class")
-    if kind not in _CLASSES or fields.get("dtype") not in _FLOAT_DTYPES:
+    if kind not in CLASSES or fields.get("dtype") not in FLOAT_DTYPES:
         raise ValueError(f"{path}: {name!r} is of unknown class {kind!r} or dtype {fields.get('dtype')!r}")
     shapes, dtypes = [], _inner_dtypes(kind, fields)
-    for key, dtype in zip(_INNER[kind], dtypes, strict=True):
+    for key, dtype in zip(INNER[kind], dtypes, strict=True):
         inner = f"{name}.{key}"
         if inner not in names:
             raise ValueError(f"{path}: {inner!r} is missing")
         part = file.get_slice(inner)
-        if part.get_dtype() != _NAMES[dtype]:
-            raise ValueError(f"{path}: {inner!r} has dtype {part.get_dtype()}, expected {_NAMES[dtype]}")
+        if part.get_dtype() != DTYPE_NAMES[dtype]:
+            raise ValueError(f"{path}: {inner!r} has dtype {part.get_dtype()}, expected {DTYPE_NAMES[dtype]}")
         shapes.append(part.get_shape())
     try:  # the class itself knows what fits
         inner = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in zip(shapes, dtypes, strict=True)]
-        _build(kind, inner, fields)
+        build(kind, inner, fields)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {name!r}: {error}") from error
 
@@ -169,9 +180,10 @@ def _inner_dtypes(kind: str, fields: dict[str, Any]) -> tuple[torch.dtype, torch
     return torch.uint8, scale_dtype(str(fields.get("code")))
 
 
-def _build(kind: str, inner: list[Tensor], fields: dict[str, Any]) -> Tensor:
+def build(kind: str, inner: list[Tensor], fields: dict[str, Any]) -> Tensor:
+    """A quantized tensor of its inner tensors and its entry in the header."""
     options = {key: value for key, value in fields.items() if key not in ("class", "dtype")}
-    return _CLASSES[kind](*inner, dtype=_FLOAT_DTYPES[fields["dtype"]], **options)
+    return CLASSES[kind](*inner, dtype=FLOAT_DTYPES[fields["dtype"]], **options)
 
 
 def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
@@ -180,7 +192,8 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
     Everything that the header tells is checked before the first tensor is read.
 
     Args:
-        path: of the file.
+        path: of the file; or of a `*.safetensors.index.json`, or a folder with either, as Hugging Face models have it:
+            the tensors of all its files are read.
         device: where the tensors go.
 
     Returns:
@@ -188,28 +201,35 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
 
     Raises:
         ValueError: the file is damaged, of another version, or its tensors don't fit; file and key are named.
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: there is no such file, or one of several is missing.
         ImportError: safetensors is not installed.
     """
-    safetensors = _safetensors()
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
+    safetensors = safetensors_package()
+    main = locate(Path(path))[1]
+    if not main.name.endswith(INDEX):
+        return _load_one(main, safetensors, device)
+    result: dict[str, Tensor] = {}
+    for name in sorted(set(weight_map(main).values())):
+        result.update(_load_one(main.with_name(name), safetensors, device))
+    return result
+
+
+def _load_one(path: Path, safetensors: Any, device: str | torch.device) -> dict[str, Tensor]:
     try:
         with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
             names = set(file.keys())
-            header = _read_header(file, path)
+            header = read_header(file, path)
             for name, fields in header["tensors"].items():
-                _check(file, names, name, fields, path)
-            inner = {f"{name}.{key}" for name, f in header["tensors"].items() for key in _INNER[f["class"]]}
+                check_parts(file, names, name, fields, path)
+            inner = {f"{name}.{key}" for name, f in header["tensors"].items() for key in INNER[f["class"]]}
             known = (names - inner) | set(header["tensors"])
             for name, source in header["shared"].items():
                 if source not in known:
                     raise ValueError(f"{path}: {name!r} shares {source!r}, which is missing")
             result = {name: file.get_tensor(name) for name in file.keys() if name not in inner}  # noqa: SIM118
             for name, fields in header["tensors"].items():
-                parts = [file.get_tensor(f"{name}.{key}") for key in _INNER[fields["class"]]]
-                result[name] = _build(fields["class"], parts, fields)
+                parts = [file.get_tensor(f"{name}.{key}") for key in INNER[fields["class"]]]
+                result[name] = build(fields["class"], parts, fields)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
     for name, source in header["shared"].items():

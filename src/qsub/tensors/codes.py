@@ -22,16 +22,22 @@ def row_absmax(weight: Tensor) -> Tensor:
     return torch.maximum(-low, high).float()
 
 
-def check_rows(weight: Tensor, name: str = "weight") -> None:
-    """Raise ValueError unless every row of `weight` is finite and at most 65504 in magnitude."""
+def check_rows(weight: Tensor, name: str = "weight", first: int = 0) -> None:
+    """Raise ValueError unless every row of `weight` is finite and at most 65504 in magnitude.
+
+    Args:
+        weight: (rows, columns), any float dtype.
+        name: of the weight, for the text.
+        first: number of the first row, where `weight` is a range of rows.
+    """
     if weight.device.type == "meta":
         return
     good = row_absmax(weight) <= FP16_MAX
     if not bool(good.all()):
         row = int((~good).nonzero()[0])
         raise ValueError(
-            f"{name}: row {row} has NaN, Inf or a magnitude over {FP16_MAX:.0f}, which an fp16 row scale can't hold "
-            f"(largest magnitude found: {float(row_absmax(weight[row : row + 1])):g}). "
+            f"{name}: row {first + row} has NaN, Inf or a magnitude over {FP16_MAX:.0f}, which an fp16 row scale can't "
+            f"hold (largest magnitude found: {float(row_absmax(weight[row : row + 1])):g}). "
             "Repair the weight, or leave it in float (quantize_: filter_fn)."
         )
 

@@ -1,0 +1,1 @@
+"""The command line: options, texts, progress bars and exit codes around `qsub.streaming`."""

@@ -1,0 +1,254 @@
+"""Whole checkpoints: quantize, dequantize, and exchange with bitsandbytes."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from qsub.checkpoint_files import INDEX, read_json
+from qsub.serialization import HEADER, VERSION
+from qsub.streaming import steps
+from qsub.streaming.select import Selection
+from qsub.streaming.source import DTYPES, FLOATS, Entry, Source
+from qsub.streaming.target import Step, appearing, write_file
+
+Progress = Callable[[int], Any]
+Config = dict[str, Any]
+_WEIGHTS = (".safetensors", INDEX, ".bin", ".bin.index.json", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf")
+
+
+class _Plan:
+    """Steps and header entries of each file to write, which has the name of the file that its tensors come from."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.steps: dict[Path, list[Step]] = {file: [] for file in source.files}
+        self.quantized: dict[Path, dict[str, Any]] = {file: {} for file in source.files}
+        self.shared: dict[str, str] = {}
+
+    def add(self, file: Path, step: Step) -> None:
+        self.steps[file].append(step)
+
+    def add_quantized(self, name: str, file: Path, step: Step, fields: dict[str, Any]) -> None:
+        self.add(file, step)
+        self.quantized[file][name] = fields
+
+    def keep_quantized(self) -> None:
+        """Quantized tensors of the source as they are."""
+        for name, fields in self.source.quantized.items():
+            for entry in self.source.inner(name):
+                self.add(entry.file, steps.copy(entry))
+            self.quantized[self.source.inner(name)[0].file][name] = fields
+        self.shared = self.source.shared
+
+    def nbytes(self) -> int:
+        return sum(step.nbytes for file in self.steps.values() for step in file)
+
+    def write(self, target: Path, config: Config | None, progress: Progress) -> int:
+        """Write the target as the kind of checkpoint that the source is; returns the bytes of its tensors."""
+        source = self.source
+        with appearing(target) as part:
+            if source.kind == "file":
+                self._write_file(source.files[0], part, progress)
+            else:
+                part.mkdir()
+                for file in source.files:
+                    self._write_file(file, part / file.name, progress)
+                self._write_rest(part, config)
+        return sum(output.nbytes for file in self.steps.values() for step in file for output in step.outputs)
+
+    def _write_file(self, file: Path, path: Path, progress: Progress) -> None:
+        metadata = self.source.metadata[file]
+        here = {n: s for n, s in self.shared.items() if s in self.quantized[file] or self._file_of(s) == file}
+        if self.quantized[file] or here:
+            header = {"version": VERSION, "tensors": self.quantized[file], "shared": here}
+            metadata = {**metadata, HEADER: json.dumps(header)}
+        write_file(path, self.steps[file], metadata, progress)
+
+    def _file_of(self, name: str) -> Path | None:
+        return self.source.entries[name].file if name in self.source.entries else None
+
+    def _write_rest(self, part: Path, config: Config | None) -> None:
+        source = self.source
+        if source.index:
+            outputs = [(o, file.name) for file, all_ in self.steps.items() for step in all_ for o in step.outputs]
+            index = read_json(source.index)
+            index["metadata"] = {**index.get("metadata", {}), "total_size": sum(o.nbytes for o, _ in outputs)}
+            index["weight_map"] = {o.name: name for o, name in sorted(outputs, key=lambda pair: pair[0].name)}
+            (part / source.index.name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if source.kind != "folder":
+            return
+        for path in sorted(source.path.iterdir()):
+            if path.is_dir() and not path.name.startswith("."):
+                shutil.copytree(path, part / path.name, ignore=_of_weights)
+            elif path.is_file() and not _of_weights("", [path.name]):
+                shutil.copy(path, part / path.name)
+        if config is not None:
+            (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _of_weights(_: str, names: list[str]) -> list[str]:
+    """Files that hold the float weights in another form."""
+    return [name for name in names if name.endswith(_WEIGHTS)]
+
+
+def quantization_config(modes: dict[str, Any], floats: list[str]) -> Config:
+    """Entry of a config.json, as `qsub.QsubConfig` reads it.
+
+    Args:
+        modes: activations and outlier_threshold.
+        floats: Linear layers that are not quantized.
+    """
+    return {
+        "quant_method": "qsub",
+        "activations": modes.get("activations"),
+        "outlier_threshold": modes.get("outlier_threshold"),
+        "skip": sorted(floats),
+        "backward": None,
+        "trainable": False,
+    }
+
+
+def quantize(source: Source, target: Path, selection: Selection, modes: dict[str, Any], progress: Progress) -> int:
+    """Write a checkpoint with the selected weights in int8. Those that are int8 already are copied.
+
+    Args:
+        source: what to read.
+        target: what to write; there is nothing at that path yet.
+        selection: which tensors stay as they are, see `select`.
+        modes: activations and outlier_threshold of the int8 weights.
+        progress: called with the bytes that have been read since the last call.
+
+    Returns:
+        Bytes of the tensors written.
+
+    Raises:
+        ValueError: nothing is selected, or a weight can't be quantized: it is named.
+        FileExistsError: there is something at `target`.
+    """
+    if any(name.endswith(".SCB") or name == "SCB" for name in source.entries):
+        raise ValueError(f"{source.path}: a checkpoint of bitsandbytes; use: qsub convert --from bitsandbytes")
+    plan = _Plan(source)
+    plan.keep_quantized()
+    chosen = [entry for name, entry in source.plain().items() if name not in selection.reasons]
+    if not chosen and not source.quantized:
+        raise ValueError(f"{source.path}: no tensor to quantize (by {selection.rule}); --dry-run tells why")
+    for entry in source.plain().values():
+        if entry.name in selection.reasons:
+            plan.add(entry.file, steps.copy(entry))
+        else:
+            plan.add_quantized(entry.name, entry.file, *steps.quantize(entry, modes))
+    config = source.config()
+    if config is not None and chosen:
+        config["quantization_config"] = quantization_config(modes, selection.floats)
+    return plan.write(target, config, progress)
+
+
+def dequantize(source: Source, target: Path, progress: Progress) -> int:
+    """Write a checkpoint of plain float tensors, which any reader of safetensors reads.
+
+    Names that share a tensor get a copy each. Arguments, result and errors as `quantize`.
+    """
+    if not source.quantized:
+        raise ValueError(f"{source.path}: no quantized tensor to dequantize")
+    plan = _Plan(source)
+    plain = source.plain()
+    for name in (*plain, *source.quantized, *source.shared):
+        stored = source.shared.get(name, name)
+        if stored in source.quantized:
+            inner = source.inner(stored)
+            plan.add(inner[0].file, steps.dequantize(name, inner, source.quantized[stored]))
+        else:
+            plan.add(plain[stored].file, steps.copy(plain[stored], name))
+    config = source.config()
+    if config is not None:
+        config.pop("quantization_config", None)
+    return plan.write(target, config, progress)
+
+
+def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress: Progress) -> int:
+    """Write the int8 layers of a bitsandbytes checkpoint as int8 weights of qsub, codes unchanged.
+
+    Args:
+        source: what to read.
+        target: what to write.
+        dtype: float dtype that the weights show, as safetensors names it. Default: that of config.json, else F16.
+        progress: as in `quantize`.
+
+    Raises:
+        ValueError: it has no 8-bit layers, or damaged ones.
+        FileExistsError: there is something at `target`.
+    """
+    layers = {n.removesuffix("SCB") for n in source.entries if n == "SCB" or n.endswith(".SCB")}
+    if not layers:
+        raise ValueError(f"{source.path}: no 8-bit layers of bitsandbytes (weight with SCB); 4-bit ones are not read")
+    config = source.config()
+    modes, skip = _bitsandbytes_modes(config)
+    plan = _Plan(source)
+    plan.keep_quantized()
+    shown = DTYPES[dtype or _config_dtype(config)]
+    taken: set[str] = set()
+    for prefix in sorted(layers):
+        others = [source.entries[f"{prefix}{k}"] for k in ("SCB", "weight_format") if f"{prefix}{k}" in source.entries]
+        weight = source.entries.get(f"{prefix}weight")
+        if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
+            got = "nothing" if weight is None else f"{weight.dtype} {weight.shape}"
+            raise ValueError(f"{source.path}: {prefix}SCB comes with an int8 matrix {prefix}weight, got {got}")
+        step, fields = steps.from_bitsandbytes(weight, others, shown, modes)
+        plan.add_quantized(weight.name, weight.file, step, fields)
+        taken |= {weight.name, *(entry.name for entry in others)}
+    for entry in source.plain().values():
+        if entry.name not in taken:
+            plan.add(entry.file, steps.copy(entry))
+    if config is not None:
+        config["quantization_config"] = quantization_config(modes, skip)
+    return plan.write(target, config, progress)
+
+
+def _bitsandbytes_modes(config: Config | None) -> tuple[dict[str, Any], list[str]]:
+    """How the layers multiplied, and the modules that stayed float, from a config.json; weight only without one."""
+    theirs = (config or {}).get("quantization_config") or {}
+    threshold = theirs.get("llm_int8_threshold")
+    skip = theirs.get("llm_int8_skip_modules") or []
+    if threshold is None:
+        return {}, list(skip)
+    return {"activations": "int8", "outlier_threshold": float(threshold) or None}, list(skip)
+
+
+def _config_dtype(config: Config | None) -> str:
+    name = str((config or {}).get("dtype") or (config or {}).get("torch_dtype") or "float16").removeprefix("torch.")
+    for key in FLOATS:
+        if str(DTYPES[key]) == f"torch.{name}":
+            return key
+    raise ValueError(f"config.json: dtype {name!r} is no float dtype that an int8 weight can show; pass --dtype")
+
+
+def to_bitsandbytes(source: Source, target: Path, progress: Progress) -> int:
+    """Write int8 weights as the 8-bit layers of bitsandbytes, codes unchanged. Arguments and errors as `quantize`."""
+    if not source.quantized:
+        raise ValueError(f"{source.path}: no int8 weights to convert; use: qsub quantize")
+    plan = _Plan(source)
+    plain: dict[str, Entry] = source.plain()
+    for name, fields in source.quantized.items():
+        inner = source.inner(name)
+        plan.add(inner[0].file, steps.to_bitsandbytes(name, inner, fields))
+    for name in (*plain, *source.shared):
+        stored = source.shared.get(name, name)
+        if stored in source.quantized:
+            plan.add(
+                source.inner(stored)[0].file,
+                steps.to_bitsandbytes(name, source.inner(stored), source.quantized[stored]),
+            )
+        else:
+            plan.add(plain[stored].file, steps.copy(plain[stored], name))
+    config = source.config()
+    if config is not None:
+        ours = config.get("quantization_config") or {}
+        config["quantization_config"] = {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "llm_int8_threshold": ours.get("outlier_threshold") or 0.0,
+            "llm_int8_skip_modules": ours.get("skip") or ["lm_head"],
+        }
+    return plan.write(target, config, progress)

