@@ -265,3 +265,14 @@ def test_parameter_accepts_the_class_as_accelerate_builds_it():
     assert again.int_data is weight.int_data and not again.requires_grad
     param = nn.Parameter(make(), requires_grad=False)
     assert isinstance(param, nn.Parameter) and isinstance(param, Int8RowwiseTensor)
+
+
+def test_the_class_makes_a_parameter_of_a_weight_as_accelerate_asks_it_to():
+    weight = Int8RowwiseTensor.from_float(torch.randn(4, 8))
+    made = Int8RowwiseTensor(weight, requires_grad=True)
+    assert isinstance(made, torch.nn.Parameter) and made.requires_grad and not isinstance(weight, torch.nn.Parameter)
+
+
+def test_the_pointer_tells_weights_apart():
+    weight = Int8RowwiseTensor.from_float(torch.randn(4, 8))
+    assert weight.data_ptr() == weight.detach().data_ptr() == weight.int_data.data_ptr() != weight.clone().data_ptr()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import qsub
@@ -246,3 +247,46 @@ def test_random_damage_raises_value_error_or_loads_whole(file):
         else:
             assert all(isinstance(value, torch.Tensor) for value in loaded.values())
     assert refused > 100
+
+
+# ---- Parts that another reader took from a file ----
+
+
+def parts_of(model, path):
+    qsub.save_file(model.state_dict(), path)
+    return load_file(path)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_of_int8_weights_load_into_a_quantized_model(tmp_path, assign):
+    source = qsub.quantize_(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), activations="int8")
+    model = qsub.quantize_(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)), activations="int8")
+    parts = parts_of(source, tmp_path / "m.safetensors")
+    assert "0.weight.int_data" in parts and "0.weight" not in parts
+    assert str(model.load_state_dict(parts, assign=assign)) == "<All keys matched successfully>"
+    assert torch.equal(model[0].weight.int_data, source[0].weight.int_data)
+    assert model[0].weight.activations == "int8" and "0.weight" not in parts
+    x = torch.randn(3, 16)
+    assert torch.equal(model(x), source(x))
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (
+            lambda parts: parts.pop("1.weight.scale"),
+            "1.weight.int_data comes without the other part of the int8 weight",
+        ),
+        (lambda parts: parts.pop("1.weight.int_data"), "1.weight.scale comes without the other part"),
+        (lambda parts: parts.update({"1.weight.scale": torch.ones(4)}), "an fp16 scale"),
+        (lambda parts: parts.update({"1.weight.int_data": parts["0.weight.int_data"]}), "scale"),
+    ],
+)
+def test_parts_that_do_not_fit_leave_the_model_as_it_was(tmp_path, change, text):
+    source, model = (qsub.quantize_(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))) for _ in range(2))
+    before = model[0].weight.int_data.clone()
+    parts = parts_of(source, tmp_path / "m.safetensors")
+    change(parts)
+    with pytest.raises(RuntimeError, match=text):
+        model.load_state_dict(parts, strict=False)
+    assert torch.equal(model[0].weight.int_data, before)

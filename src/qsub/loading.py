@@ -1,8 +1,10 @@
 """A check before load_state_dict touches a quantized model, so that a bad entry leaves all of it as it was.
 
 torch.nn.Module.load_state_dict copies entry by entry and raises at the end. quantize_ registers this check on the model
-it was given; dequantize_ removes it. Keys that are missing or not expected are torch's to report, after the others are
-loaded: a hook is not told whether strict=True was asked for.
+it was given; dequantize_ removes it. It also joins the two parts of an int8 weight, which a plain reader of safetensors
+takes from a file of `qsub.save_file` or save_pretrained (transformers' Trainer does, when it resumes). Keys that are
+missing or not expected are torch's to report, after the others are loaded: a hook is not told whether strict=True was
+asked for.
 """
 
 from typing import Any
@@ -28,6 +30,20 @@ def _problem(key: str, target: Tensor, value: Any, assign: bool) -> str | None:
     return None
 
 
+def _join(key: str, target: Int8RowwiseTensor, state_dict: dict[str, Any]) -> str | None:
+    """Put an Int8RowwiseTensor in the place of `key.int_data` and `key.scale`; returns what is wrong with them."""
+    parts = [part for part in (f"{key}.int_data", f"{key}.scale") if part in state_dict]
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return f"{parts[0]} comes without the other part of the int8 weight {key}"
+    try:
+        state_dict[key] = target.like(*(state_dict.pop(part) for part in parts))
+    except (TypeError, ValueError) as error:
+        return f"{key}: {error}"
+    return None
+
+
 def check_before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
@@ -39,13 +55,14 @@ def check_before_load(
             continue  # it may bring the entries of its module into form first
         for name, target in [*owner._parameters.items(), *owner._buffers.items()]:
             key = f"{path}.{name}" if path else name
+            if isinstance(target, Int8RowwiseTensor) and key not in state_dict:
+                problems.append(_join(key, target, state_dict))
             if target is None or key not in state_dict:
                 continue
             if isinstance(target, (nn.UninitializedParameter, nn.UninitializedBuffer)):
                 continue
-            problem = _problem(key, target, state_dict[key], assign)
-            if problem is not None:
-                problems.append(problem)
+            problems.append(_problem(key, target, state_dict[key], assign))
+    problems = [problem for problem in problems if problem is not None]
     if problems:
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}, which is left as it was:\n\t"

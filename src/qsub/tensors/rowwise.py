@@ -67,7 +67,9 @@ class Int8RowwiseTensor(torch.Tensor):
     ):
         """See the class."""
         if isinstance(int_data, Int8RowwiseTensor) and scale is None:
-            return cls(int_data.int_data, int_data.scale, **int_data.fields(), requires_grad=requires_grad)
+            self = cls(int_data.int_data, int_data.scale, **int_data.fields(), requires_grad=requires_grad)
+            self._is_param = True  # as nn.Parameter(int_data): this is how accelerate makes parameters
+            return self
         if scale is None or int_data.dtype != torch.int8 or scale.dtype != torch.float16:
             got = f"{int_data.dtype} and {None if scale is None else scale.dtype}"
             raise TypeError(

@@ -24,7 +24,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         if value.dtype != tensor.dtype:
             raise ValueError(
                 f".data of an Int8RowwiseTensor must keep its dtype {tensor.dtype}, got {value.dtype}: "
-                f"use value.to({tensor.dtype})"
+                f"use value.to({tensor.dtype}), or call .to({value.dtype}) on the module first"
             )
         tensor.int_data, tensor.scale, tensor.whole_rows = value.int_data, value.scale, value.whole_rows
         return
@@ -45,7 +45,7 @@ def _is_shared(tensor: Int8RowwiseTensor) -> bool:
 
 def _no_pointer(tensor: Tensor, *args: Any) -> Any:
     raise NotImplementedError(
-        "an Int8RowwiseTensor has no memory of its own: use .int_data and .scale (data_ptr, untyped_storage, numpy)"
+        "an Int8RowwiseTensor has no memory of its own: use .int_data and .scale (untyped_storage, numpy)"
     )
 
 
@@ -53,5 +53,7 @@ FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.is_shared] = _is_shared
 FUNCTIONS[Tensor.numpy] = _no_pointer
+# accelerate tells tied weights by it: torch would say 0 for all, so that every int8 weight became the same one.
+FUNCTIONS[Tensor.data_ptr] = lambda tensor: tensor.int_data.data_ptr()
 FUNCTIONS[Tensor.nbytes.__get__] = lambda tensor: tensor.int_data.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.tolist] = lambda tensor: tensor.decode().tolist()
