@@ -81,16 +81,29 @@ def test_row_codes(k):
     assert not codes[3].any() and not codes[4].any()
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(17, 64, 96), (33, 130, 272), (70, 48, 1040)])
+@pytest.mark.parametrize(("m", "n", "k"), [(2, 96, 64), (17, 64, 96), (33, 130, 272), (70, 48, 1040)])
 @pytest.mark.parametrize("split", [1, 3])
 def test_digits(monkeypatch, m, n, k, split):
-    monkeypatch.setattr(digits, "_tile", lambda *_: digits._Tile(32, 32, 64, 2, split))
+    monkeypatch.setattr(digits, "_tile", lambda *_: digits._Tile(32, 32, 64, 2, 4, split))
     codes, scale = make_weight(n, k)
     x, bias = torch.randn(m, k).bfloat16(), torch.randn(n)
     truth = x.double() @ float_weight(codes, scale).t() + bias.double()
     assert sqnr(digits.digit_mm(x, codes, scale, bias), truth) > LEAST_SQNR[torch.bfloat16]
     high_only = reference.int8_mm(x.double(), codes, scale, bias.double(), int8_activations=True)
     assert sqnr(digits.digit_mm(x, codes, scale, bias), high_only) < 46
+    result = digits.digit_mm(x.float(), codes, scale, bias, int8_activations=True)
+    assert sqnr(result, high_only) > LEAST_SQNR_CODES[torch.float32]
+
+
+@pytest.mark.parametrize("count", [2, 34, 65, 128, 129, 512])
+@pytest.mark.parametrize("n", [1, 512, 2048, 8192, 128256])
+def test_tile_of_digits(count, n):
+    """A tile holds all digits or 256 of them, and splitting the depth never makes more programs than there is room."""
+    tile = digits._tile(count, n, 132)
+    assert tile.digits >= min(count, 256) and tile.digits < max(32, 2 * count)
+    programs = -(-count // tile.digits) * -(-n // tile.bn) * tile.split
+    assert tile.split == 1 or programs <= 132
+    assert tile.stages * tile.bk * (tile.digits + tile.bn) <= 227 * 1024
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 192), (8200, 48)])

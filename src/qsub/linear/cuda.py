@@ -56,13 +56,16 @@ def int8_mm(
     if rows == 1:
         return gemv.gemv(x, int_data, scale, bias, int8_activations)
     if int8_activations:
+        if rows <= digits.MOST_INT8_ROWS and digits.takes(x, int_data):
+            return digits.digit_mm(x, int_data, scale, bias, int8_activations=True)
         codes, row_scale = quantize.quantize_rows(x)
         return gemm.int8_gemm(codes, int_data, row_scale, scale, bias, x.dtype)
+    by_digits = rows <= digits.MOST_ROWS and x.dtype == torch.bfloat16 and digits.takes(x, int_data)
     if rows <= few_rows.MOST_ROWS and x.dtype != torch.float32:
-        return few_rows.few_rows(x, int_data, scale, bias)
-    if rows <= digits.MOST_ROWS and x.dtype == torch.bfloat16 and x.shape[1] <= digits.LARGEST_ROW:
-        if x.shape[1] % 16 == 0 and gemm.takes_descriptor(int_data):
-            return digits.digit_mm(x, int_data, scale, bias)
+        if not by_digits or int_data.numel() <= few_rows.MOST_WEIGHTS:
+            return few_rows.few_rows(x, int_data, scale, bias)
+    if by_digits:
+        return digits.digit_mm(x, int_data, scale, bias)
     return _dequantized_mm(x, int_data, scale, bias)
 
 

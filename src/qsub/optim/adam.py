@@ -24,7 +24,7 @@ class Adam8bit(torch.optim.Optimizer):
         params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
         lr: learning rate, a float or a 1-element tensor.
         betas: decay rates of the two moments, in [0, 1).
-        eps: added to the root of the second moment.
+        eps: added to the root of the second moment; their sum counts as 2**-63 at least, so that 0 divides by 0 never.
         weight_decay: L2 penalty, added to the gradient (decoupled with `decoupled_weight_decay`).
         amsgrad: use the largest second moment so far (arXiv 1904.09237); it is kept in 8 bits too.
         foreach: only None or False; choose with `backend`.

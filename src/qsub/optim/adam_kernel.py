@@ -27,6 +27,7 @@ from qsub.optim.codes_kernel import (
     store_scale,
 )
 from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, load_scalars
+from qsub.optim.step import LEAST_ROOT
 
 # Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that
 # loads and stores are 16 bytes wide.
@@ -48,10 +49,21 @@ KIND = tl.constexpr(10)
 N_COLUMNS = tl.constexpr(12)
 
 _INF = tl.constexpr(float("inf"))
+_LEAST_ROOT = tl.constexpr(LEAST_ROOT)
 
 
 @triton.jit
-def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr):
+def _adam(
+    param,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    largest,
+    scalars,
+    DECOUPLED: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    SMALL_EPS: tl.constexpr,
+):
     """`qsub.optim.step.adam_step`, with fewer instructions: last bits may differ.
 
     Args:
@@ -63,6 +75,7 @@ def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED: tl.cons
         scalars: from `load_scalars`.
         DECOUPLED: AdamW rather than Adam.
         AMSGRAD: see `adam_kernel`.
+        SMALL_EPS: see `adam_kernel`.
 
     Returns:
         New param, exp_avg, exp_avg_sq and largest second moment.
@@ -80,7 +93,10 @@ def _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED: tl.cons
         largest = tl.where(exp_avg_sq <= largest, largest, exp_avg_sq)
         second = largest
     # 1 / x as rsqrt(x)**2: two instructions, where a division takes ten
-    root = tl.rsqrt(tl.sqrt(second) * root_correction + eps)
+    root = tl.sqrt(second) * root_correction + eps
+    if SMALL_EPS:
+        root = tl.maximum(root, _LEAST_ROOT)
+    root = tl.rsqrt(root)
     param = param - step_size * (exp_avg * root * root)
     return param, exp_avg, exp_avg_sq, largest
 
@@ -117,6 +133,7 @@ def _step_8bit(
     DECOUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SMALL_EPS: tl.constexpr,
 ):
     """`qsub.optim.step.step_8bit` on BLOCKS blocks."""
     ALIGNED: tl.constexpr = LAYOUT != RAGGED
@@ -170,7 +187,9 @@ def _step_8bit(
 
     exp_avg = decode_exp_avg(first_codes, first_low, first_density)
     exp_avg_sq = decode_exp_avg_sq(second_codes, second_low, second_density)
-    param, exp_avg, exp_avg_sq, largest = _adam(param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD)
+    param, exp_avg, exp_avg_sq, largest = _adam(
+        param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD, SMALL_EPS
+    )
 
     place = ((first_block + start) + number) * BLOCK_SIZE
     bits = random_bits(scalars[8], scalars[9], place[:, None], lane)
@@ -213,6 +232,7 @@ def _step_float32(
     DECOUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SMALL_EPS: tl.constexpr,
 ):
     """`qsub.optim.step.step_float32` on PARTS * PART elements."""
     ALIGNED: tl.constexpr = LAYOUT == FLOAT
@@ -238,7 +258,7 @@ def _step_float32(
             largest_ptr = _pointer(row + (MOMENT + 2), tl.float32, ALIGNED) + start
             largest = tl.load(largest_ptr + inner, mask=mask, other=0.0)
         param, exp_avg, exp_avg_sq, largest = _adam(
-            param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD
+            param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD, SMALL_EPS
         )
         bits = inner
         if STOCHASTIC and PARAM == tl.bfloat16:
@@ -262,6 +282,7 @@ def _step_kind(
     DECOUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SMALL_EPS: tl.constexpr,
 ):
     """The step of one program's part of a parameter whose kind is known at compile time."""
     LAYOUT: tl.constexpr = KIND_NUMBER // 9
@@ -271,11 +292,13 @@ def _step_kind(
     GRAD: tl.constexpr = tl.float32 if G == 0 else (tl.bfloat16 if G == 1 else tl.float16)
     if LAYOUT >= FLOAT:
         PART: tl.constexpr = BLOCKS * BLOCK_SIZE // 4
-        _step_float32(addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, 4, PART, DECOUPLED, AMSGRAD, STOCHASTIC)
+        _step_float32(
+            addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, 4, PART, DECOUPLED, AMSGRAD, STOCHASTIC, SMALL_EPS
+        )
     else:
         _step_8bit(
             addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD,
-            STOCHASTIC,
+            STOCHASTIC, SMALL_EPS,
         )  # fmt: skip
 
 
@@ -292,6 +315,7 @@ def adam_kernel(
     DECOUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    SMALL_EPS: tl.constexpr,
 ):
     """The step of every parameter, in place.
 
@@ -307,6 +331,7 @@ def adam_kernel(
         DECOUPLED: AdamW rather than Adam.
         AMSGRAD: keep and use the largest second moment.
         STOCHASTIC: round bf16 parameters stochastically.
+        SMALL_EPS: eps is so small that it doesn't keep the update from division by zero.
     """
     program = tl.program_id(0)
     entry = programs + (program // PROGRAMS) * 2
@@ -321,4 +346,6 @@ def adam_kernel(
         for k in tl.static_range(N_KINDS):
             if (KINDS >> k) & 1:
                 if kind == k:
-                    _step_kind(address, row, chunk, values, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC)
+                    _step_kind(
+                        address, row, chunk, values, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC, SMALL_EPS
+                    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qsub.optim.state_dict import is_8bit, moment_keys
+from qsub.optim.step import LEAST_ROOT
 
 
 def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
@@ -58,7 +59,7 @@ def step(
         beta1=float(beta1),
         beta2=float(beta2),
         weight_decay=float(group["weight_decay"]),
-        eps=float(group["eps"]),
+        eps=max(float(group["eps"]), LEAST_ROOT**2),  # so small that it only turns 0 / 0 into 0
         maximize=group["maximize"],
         grad_scale=grad_scale,
         found_inf=found_inf,

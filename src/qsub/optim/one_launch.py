@@ -18,7 +18,7 @@ from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
 from qsub.optim.scalars_kernel import prepare_kernel
-from qsub.optim.step import N_HYPER
+from qsub.optim.step import LEAST_ROOT, N_HYPER
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 __all__ = ["OneLaunch", "check_device", "takes"]
@@ -229,6 +229,7 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
         decoupled,
         group["amsgrad"],
         group["stochastic_round"],
+        group["eps"] < LEAST_ROOT,
     )
     grid = (plan.programs.shape[0] * PROGRAMS, 1, 1)
     warps = max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP)

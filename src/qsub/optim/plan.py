@@ -85,10 +85,15 @@ def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, a
     return _Row(layout, length, scales[0].shape[1], total, chunks, values, scales)
 
 
-def _program_map(chunks: list[int]) -> Tensor:
-    """(entries, 2) int32: parameter and first chunk of each PROGRAMS programs."""
-    entries = torch.tensor([-(-count // PROGRAMS) for count in chunks])
-    param = torch.repeat_interleave(torch.arange(len(chunks)), entries)
+def _program_map(chunks: list[int], kinds: list[int]) -> Tensor:
+    """(entries, 2) int32: parameter and first chunk of each PROGRAMS programs.
+
+    Parameters of a kind follow each other, small ones first: the kinds run different code, and a multiprocessor
+    that goes back and forth between them has to fetch it again and again.
+    """
+    order = torch.tensor(sorted(range(len(chunks)), key=lambda slot: (-kinds[slot], slot)))
+    entries = torch.tensor([-(-count // PROGRAMS) for count in chunks])[order]
+    param = torch.repeat_interleave(order, entries)
     first = torch.arange(len(param)) - torch.repeat_interleave(entries.cumsum(0) - entries, entries)
     return torch.stack([param, first * PROGRAMS], dim=1).to(torch.int32)
 
@@ -168,7 +173,7 @@ class Plan:
         table = torch.tensor([row.columns(kind) for row, kind in zip(rows, kinds, strict=True)], dtype=torch.int64)
         self.table = torch.empty_like(table, device=device)
         upload(self.table, table)
-        programs = _program_map([row.chunks for row in rows])
+        programs = _program_map([row.chunks for row in rows], kinds)
         self.programs = torch.empty_like(programs, device=device)
         upload(self.programs, programs)
         self.scalars = torch.empty(len(rows), N_SCALARS.value, dtype=torch.int32, device=device)

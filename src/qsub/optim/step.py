@@ -25,6 +25,9 @@ from qsub.tensors.state_codes import (
 LR, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2, LOG_BETA1, LOG_BETA2, EPS = range(8)
 WEIGHT_DECAY, GRAD_FACTOR, SKIP = range(8, 11)
 N_HYPER = 11
+# The root of the least normal fp32, and the least that an update is divided by. Smaller second moments count as 0 on a
+# GPU: with an eps of 0 the update would be infinite there, and 0 / 0 where there never was a gradient.
+LEAST_ROOT = 2.0**-63
 # The rounding of the parameter draws from the state's bits times this: a Weyl sequence of another stride.
 _OTHER = 747796405
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -67,7 +70,8 @@ def adam_step(
         max_exp_avg_sq = second = torch.maximum(max_exp_avg_sq, exp_avg_sq)
     step_size = hyper[LR] / -torch.expm1(step * hyper[LOG_BETA1])
     root_correction = torch.rsqrt(-torch.expm1(step * hyper[LOG_BETA2]))
-    param = param - step_size * (exp_avg / (torch.sqrt(second) * root_correction + hyper[EPS]))
+    root = (torch.sqrt(second) * root_correction + hyper[EPS]).clamp(min=LEAST_ROOT)
+    param = param - step_size * (exp_avg / root)
     return param, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 

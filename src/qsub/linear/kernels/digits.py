@@ -1,11 +1,13 @@
-"""Weight-only products of 17 to 256 rows of bf16, on the int8 tensor cores.
+"""Products of few rows of x, as one or two int8 digits, on the int8 tensor cores.
 
-Converting the weight to bf16 costs more here than the product. Instead each row of x becomes two int8 digits:
+With int8 activations a row of x is one digit. Weight-only, converting the weight to bf16 would cost more than the
+product, so each row of x becomes two digits instead:
 
     x[m] ~ (high[m] * 254 + low[m]) * step[m],    step[m] = max|x[m]| / (127 * 254)
 
 The remainder is at most half a step, 2**-16 of the row's largest magnitude, a small part of the rounding of the bf16
-result. Both products are exact, and share one read of the weight.
+result. Products are exact. The weight is the left operand, of which the tensor cores take 64 rows at a time; the
+digits are the right one, of which they take as few as 8.
 """
 
 from typing import NamedTuple
@@ -17,84 +19,113 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qsub.kernel_launch import launch, multiprocessors
-from qsub.linear.kernels.quantize import magnitude_bits, reciprocal_of_scale, round_to_int8
+from qsub.linear.kernels.gemm import takes_descriptor
+from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
+from qsub.linear.kernels.quantize import magnitude_bits, quantize_rows, reciprocal_of_scale, round_to_int8
 
 MOST_ROWS = 256
+MOST_INT8_ROWS = 64  # with int8 activations; the tiles of `gemm` are faster from there on
 LARGEST_ROW = 32768  # columns of a row that one program holds in registers
 
 
 class _Tile(NamedTuple):
-    """Rows, columns and depth of a program's step, pipeline stages, and programs that share an output."""
+    """Digits, weight rows and depth of a program's step, stages, warps, and programs that share an output."""
 
-    bm: int
+    digits: int
     bn: int
     bk: int
     stages: int
+    warps: int
     split: int
 
 
 @triton.jit(do_not_specialize=["M"])
-def quantize_digits_kernel(x, codes, step, M, K, stride_xm, BLOCK: tl.constexpr):
-    """One row into rows m (high) and M + m (low) of `codes`."""
+def quantize_digits_kernel(x, codes, step, M, K, stride_xm, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """One row into rows 2 m (high) and 2 m + 1 (low) of `codes`."""
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     value = tl.load(x + row * stride_xm + columns, mask=columns < K, other=0.0).to(tl.float32)
     scale = tl.max(magnitude_bits(value), axis=0).to(tl.float32, bitcast=True)
     scaled = value * reciprocal_of_scale(scale)
     high = (scaled + 12582912.0) - 12582912.0  # to the nearest integer, as `round_to_int8`
-    tl.store(codes + row * K + columns, high.to(tl.int8), mask=columns < K)
-    tl.store(codes + (M + row) * K + columns, round_to_int8((scaled - high) * 254.0), mask=columns < K)
-    tl.store(step + row, scale * (1.0 / (127.0 * 254.0)))
+    tl.store(codes + 2 * row * K + columns, high.to(tl.int8), mask=columns < K)
+    tl.store(codes + (2 * row + 1) * K + columns, round_to_int8((scaled - high) * 254.0), mask=columns < K)
+    tl.store(step + row, scale * (1.0 / 254.0))
 
 
 @triton.jit(do_not_specialize=["M"])
 def digit_gemm_kernel(
     a,
     b,
+    int_data,
     out,
-    step,
+    row_scale,
     scale,
     bias,
     M,
     N,
     K,
+    stride_wn,
     BIAS: tl.constexpr,
-    BM: tl.constexpr,
+    DIGITS: tl.constexpr,
+    BD: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One tile: both digits against one tile of W. With SPLIT > 1, a slice of the depth, stored as an fp32 partial."""
+    """One tile of W against BD digits. With SPLIT > 1, a slice of the depth, stored as an fp32 partial."""
+    BM: tl.constexpr = BD // DIGITS
     tiles_n = tl.cdiv(N, BN)
-    first_row = (tl.program_id(0) // tiles_n) * BM
+    tile_m = tl.program_id(0) // tiles_n
     first_column = (tl.program_id(0) % tiles_n) * BN
     slice_k = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
     begin = tl.program_id(1) * slice_k
-    high = tl.zeros((BM, BN), dtype=tl.int32)
-    low = tl.zeros((BM, BN), dtype=tl.int32)
-    for start in range(begin, tl.minimum(begin + slice_k, K), BK):
-        codes = b.load([first_column, start]).T
-        high = tl.dot(a.load([first_row, start]), codes, high, out_dtype=tl.int32)
-        low = tl.dot(a.load([M + first_row, start]), codes, low, out_dtype=tl.int32)
-    rows = first_row + tl.arange(0, BM)
     columns = first_column + tl.arange(0, BN)
-    inside = (rows < M)[:, None] & (columns < N)[None, :]
-    result = high.to(tl.float32) * 254.0 + low.to(tl.float32)
+    if OVERLAP:  # the part of W that the first steps read
+        depth = begin + tl.arange(0, 4) * LINE
+        row = tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * stride_wn
+        prefetch(int_data + row + tl.where(depth < K, depth, 0)[None, :])
+    wait_for_inputs(OVERLAP)
+    acc = tl.zeros((BN, BD), dtype=tl.int32)
+    for start in range(begin, tl.minimum(begin + slice_k, K), BK):
+        acc = tl.dot(b.load([first_column, start]), a.load([tile_m * BD, start]).T, acc, out_dtype=tl.int32)
+    if DIGITS == 2:
+        high, low = tl.split(tl.reshape(acc, (BN, BM, 2)))
+        result = high.to(tl.float32) * 254.0 + low.to(tl.float32)
+    else:
+        result = acc.to(tl.float32)
+    rows = tile_m * BM + tl.arange(0, BM)
+    inside = (columns < N)[:, None] & (rows < M)[None, :]
     if SPLIT == 1:
+        # The scale of W first: it is at most 65504, so nothing overflows before the result itself does.
         factor = tl.load(scale + columns, mask=columns < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
-        result = (result * factor[None, :]) * tl.load(step + rows, mask=rows < M, other=0.0)[:, None]
+        row_factor = tl.load(row_scale + rows, mask=rows < M, other=0.0) * (1.0 / 127.0)
+        result = (result * factor[:, None]) * row_factor[None, :]
         if BIAS:
-            result += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+            result += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
     else:
         rows = tl.program_id(1) * M + rows
-    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + rows.to(tl.int64)[None, :] * N + columns[:, None], result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["M"])
 def sum_partials_kernel(
-    partial, out, step, scale, bias, M, N, BIAS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+    partial,
+    out,
+    row_scale,
+    scale,
+    bias,
+    M,
+    N,
+    BIAS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A piece of one output row: the sum of its partials, rescaled."""
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
@@ -102,52 +133,78 @@ def sum_partials_kernel(
     for part in tl.static_range(SPLIT):
         result += tl.load(partial + (part * M + row) * N + columns, mask=inside, other=0.0)
     factor = tl.load(scale + columns, mask=inside, other=0.0).to(tl.float32) * (1.0 / 127.0)
-    result = (result * factor) * tl.load(step + row)
+    result = (result * factor) * (tl.load(row_scale + row) * (1.0 / 127.0))
     if BIAS:
         result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * N + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
-def _tile(m: int, n: int, sms: int) -> _Tile:
-    """Tile by the number of programs it makes: about one per multiprocessor, by splitting the depth if need be."""
-    if m <= 32:
-        tiles = triton.cdiv(n, 64)
-        return _Tile(32, 64, 256, 4, 4 if 2 * tiles <= sms else 2 if tiles <= sms else 1)
-    tiles = triton.cdiv(m, 64) * triton.cdiv(n, 128)
-    if 5 * tiles >= 4 * sms:
-        return _Tile(64, 128, 128, 4, 1)
-    tiles = triton.cdiv(m, 64) * triton.cdiv(n, 64)
-    return _Tile(64, 64, 256, 3, min(4, max(1, sms // tiles)))
+def _tile(digits: int, n: int, sms: int) -> _Tile:
+    """Tile for that many digits (rows of x times digits of each); small products are split along the depth.
+
+    With less than one program per multiprocessor, each keeps as much of W in flight as its memory holds; with more,
+    two share one. Measured on H200 for N and K from 512 to 128256.
+    """
+    if digits > 256:
+        bd, bn, warps = 256, 128, 8
+    else:
+        bd, bn, warps = max(16, triton.next_power_of_2(digits)), 64, 4
+    tiles = triton.cdiv(digits, bd) * triton.cdiv(n, bn)
+    if bd <= 32:
+        bk, stages = 256, 5
+    elif bd <= 64:
+        bk, stages = 256, 4
+    elif bd <= 128:
+        bk, stages = (256, 3) if tiles <= sms else (128, 4)
+    else:
+        bk, stages = 128, 4
+    split = 1
+    while split < 8 and 2 * split * tiles <= sms:
+        split *= 2
+    return _Tile(bd, bn, bk, stages, warps, split)
 
 
-def digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Product of up to 256 rows: (M, K) x (N, K) -> (M, N) in the dtype of x.
+def takes(x: Tensor, int_data: Tensor) -> bool:
+    """Whether the tensors can be loaded by bulk tensor copies, and a row of x by one program."""
+    return x.shape[1] % 16 == 0 and x.shape[1] <= LARGEST_ROW and takes_descriptor(int_data)
+
+
+def digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, int8_activations: bool = False) -> Tensor:
+    """Product of a few rows: (M, K) x (N, K) -> (M, N) in the dtype of x.
 
     Args:
-        x: (M, K) bf16 whose rows are contiguous, K <= LARGEST_ROW and a multiple of 16.
-        int_data: (N, K) int8 that a tensor descriptor takes: aligned to 16 bytes, rows too.
+        x: (M, K) whose rows are contiguous and which `takes` takes; bf16 unless `int8_activations`.
+        int_data: (N, K) int8.
         scale: (N,) row magnitudes of W.
         bias: (N,) any float dtype, or None.
+        int8_activations: one digit in place of two.
     """
     (m, k), n = x.shape, int_data.shape[0]
-    device = x.device
-    codes = torch.empty(2 * m, k, device=device, dtype=torch.int8)
-    step = torch.empty(m, device=device, dtype=torch.float32)
-    block = triton.next_power_of_2(k)
-    launch(
-        quantize_digits_kernel, (m, 1, 1), (x, codes, step, m, k, x.stride(0)), (block,), min(16, max(1, block // 512))
-    )
+    device, overlap = x.device, overlaps(x.device)
+    if int8_activations:
+        count = 1
+        codes, row_scale = quantize_rows(x)
+    else:
+        count = 2
+        codes = torch.empty(2 * m, k, device=device, dtype=torch.int8)
+        row_scale = torch.empty(m, device=device, dtype=torch.float32)
+        block = triton.next_power_of_2(k)
+        warps = min(16, max(1, block // 512))
+        arguments = (x, codes, row_scale, m, k, x.stride(0))
+        launch(quantize_digits_kernel, (m, 1, 1), arguments, (block, overlap), warps, launch_pdl=overlap)
 
-    tile = _tile(m, n, multiprocessors(device))
+    tile = _tile(count * m, n, multiprocessors(device))
     out = torch.empty(m, n, device=device, dtype=x.dtype)
     target = out if tile.split == 1 else torch.empty(tile.split * m, n, device=device, dtype=torch.float32)
-    a = TensorDescriptor(codes, [2 * m, k], [k, 1], [tile.bm, tile.bk])
+    a = TensorDescriptor(codes, [count * m, k], [k, 1], [tile.digits, tile.bk])
     b = TensorDescriptor(int_data, [n, k], [int_data.stride(0), 1], [tile.bn, tile.bk])
-    grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), tile.split, 1)
-    constants = (bias is not None, tile.bm, tile.bn, tile.bk, tile.split)
-    launch(digit_gemm_kernel, grid, (a, b, target, step, scale, bias, m, n, k), constants, 4, tile.stages)
+    grid = (triton.cdiv(count * m, tile.digits) * triton.cdiv(n, tile.bn), tile.split, 1)
+    arguments = (a, b, int_data, target, row_scale, scale, bias, m, n, k, int_data.stride(0))
+    constants = (bias is not None, count, tile.digits, tile.bn, tile.bk, tile.split, overlap)
+    launch(digit_gemm_kernel, grid, arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)
     if tile.split > 1:
-        arguments = (target, out, step, scale, bias, m, n)
-        constants = (bias is not None, tile.split, 1024)
-        launch(sum_partials_kernel, (triton.cdiv(n, 1024), m, 1), arguments, constants, 4)
+        arguments = (target, out, row_scale, scale, bias, m, n)
+        constants = (bias is not None, tile.split, 1024, overlap)
+        grid = (triton.cdiv(n, 1024), m, 1)
+        launch(sum_partials_kernel, grid, arguments, constants, 4, launch_pdl=overlap)
     return out

@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qsub.kernel_launch import has_tensor_copies, launch
+from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 
 MOST_ROWS = 16
+MOST_WEIGHTS = 1 << 23  # elements of a weight; for larger ones `digits` is faster, where it can be had
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -32,8 +34,10 @@ def wide_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """(M, K) @ (K, BN) with M <= BM."""
+    wait_for_inputs(OVERLAP)
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.arange(0, BM)
     depth = tl.arange(0, BK)
@@ -76,9 +80,15 @@ def deep_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     SLICES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """(BN, K) @ (K, M) with M <= BM, as SLICES products of depth BK at a time, one or more per warp."""
     columns = tl.program_id(0) * BN + tl.arange(0, BN)
+    if OVERLAP:  # the part of W that the first steps read
+        line = tl.arange(0, 16) * LINE
+        row = tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * stride_wn
+        prefetch(int_data + row + tl.where(line < K, line, 0)[None, :])
+    wait_for_inputs(OVERLAP)
     rows = tl.arange(0, BM)
     depth = tl.arange(0, SLICES)[:, None] * BK + tl.arange(0, BK)[None, :]  # (SLICES, BK)
     row_inside = (rows < M)[None, None, :]
@@ -117,13 +127,16 @@ def few_rows(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) ->
     out = torch.empty(m, n, device=x.device, dtype=x.dtype)
     arguments = (x, int_data, scale, bias, out, m, n, k, x.stride(0), int_data.stride(0))
     has_bias = bias is not None
+    overlap = overlaps(x.device)
     stages = 4 if has_tensor_copies(x.device) else 2  # earlier devices have less shared memory
     if n >= 8192:
         grid = (triton.cdiv(n, 64), 1, 1)
-        launch(wide_kernel, grid, arguments, (has_bias, k % 256 == 0, MOST_ROWS, 64, 256), 4, stages)
+        constants = (has_bias, k % 256 == 0, MOST_ROWS, 64, 256, overlap)
+        launch(wide_kernel, grid, arguments, constants, 4, stages, launch_pdl=overlap)
     else:
         bn, bk = (32, 64) if n >= 4096 else (16, 128)
         grid = (triton.cdiv(n, bn), 1, 1)
-        constants = (has_bias, k % (4 * bk) == 0, MOST_ROWS, bn, bk, 4)
-        launch(deep_kernel, grid, arguments, constants, 4, stages + 1 if bk == 64 else stages)
+        constants = (has_bias, k % (4 * bk) == 0, MOST_ROWS, bn, bk, 4, overlap)
+        stages = stages + 1 if bk == 64 else stages
+        launch(deep_kernel, grid, arguments, constants, 4, stages, launch_pdl=overlap)
     return out

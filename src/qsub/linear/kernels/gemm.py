@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qsub.kernel_launch import has_tensor_copies, launch, multiprocessors
+from qsub.linear.kernels.overlap import overlaps, wait_for_inputs
 from qsub.linear.kernels.quantize import Outliers
 from qsub.linear.reference import OUTLIER_COLUMNS
 
@@ -103,8 +104,10 @@ def pointer_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     EVEN_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per tile, operands through pointers: any alignment, any device."""
+    wait_for_inputs(OVERLAP)
     tile_m, tile_n = _tile_of_program(tl.program_id(0), M, N, BM, BN)
     rows = tile_m * BM + tl.arange(0, BM)
     columns = tile_n * BN + tl.arange(0, BN)
@@ -148,6 +151,7 @@ def descriptor_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Tiles in turn, operands and result through bulk tensor copies: `a`, `b` and `out` are tensor descriptors.
 
@@ -155,6 +159,7 @@ def descriptor_kernel(
     half. Loads of the next tile start early (`flatten`), but not with OUTLIERS: its operands would be loaded early too,
     and leave no room for a second program.
     """
+    wait_for_inputs(OVERLAP)
     tiles = tl.cdiv(M, BM) * tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles, PROGRAMS, flatten=OUTLIERS == 0):
         tile_m, tile_n = _tile_of_program(tile, M, N, BM, BN)
@@ -228,6 +233,7 @@ def int8_gemm(
     out = torch.empty(m, n, device=a.device, dtype=dtype)
     a_outlier, b_outlier = (None, None) if outliers is None else (outliers.x, outliers.weight)
     operands = (row_scale, scale, bias, a_outlier, b_outlier, m, n, k)
+    overlap = overlaps(a.device)
     modes = (scale is not None, bias is not None, 0 if outliers is None else OUTLIER_COLUMNS)
     if m > 16 and takes_descriptor(a) and takes_descriptor(b) and takes_descriptor(out):
         sms = multiprocessors(a.device)
@@ -238,11 +244,13 @@ def int8_gemm(
             TensorDescriptor(b, [n, k], [b.stride(0), 1], [tile.bn, tile.bk]),
             TensorDescriptor(out, [m, n], [n, 1], [tile.bm, tile.bn // 2]),
         )
-        constants = (*modes, tile.bm, tile.bn, tile.bk, 2 * sms)
-        launch(descriptor_kernel, (programs, 1, 1), (*descriptors, *operands), constants, tile.warps, tile.stages)
+        constants = (*modes, tile.bm, tile.bn, tile.bk, 2 * sms, overlap)
+        grid, arguments = (programs, 1, 1), (*descriptors, *operands)
+        launch(descriptor_kernel, grid, arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)
         return out
     tile = _pointer_tile(m, n, a.device)
     grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), 1, 1)
-    constants = (*modes, tile.bm, tile.bn, tile.bk, k % tile.bk == 0)
-    launch(pointer_kernel, grid, (a, b, out, *operands, b.stride(0)), constants, tile.warps, tile.stages)
+    constants = (*modes, tile.bm, tile.bn, tile.bk, k % tile.bk == 0, overlap)
+    arguments = (a, b, out, *operands, b.stride(0))
+    launch(pointer_kernel, grid, arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)
     return out

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qsub.kernel_launch import launch
+from qsub.linear.kernels.overlap import overlaps, wait_for_inputs
 from qsub.linear.reference import OUTLIER_COLUMNS
 
 _LARGEST_BLOCK = 16384  # columns of a row that one program holds in registers
@@ -62,8 +63,10 @@ def quantize_rows_kernel(
     OUTLIERS: tl.constexpr,
     ONE_PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per row. With OUTLIERS, it also gathers the row's outlier columns and quantizes the others."""
+    wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     x += row * stride_xm
     codes += row * K
@@ -105,7 +108,9 @@ def quantize_rows(x: Tensor, fold: Tensor | None = None, outliers: "Outliers | N
     if outliers is not None:
         arguments = (x, fold, outliers.mask, outliers.index, codes, row_scale, outliers.x, k, x.stride(0))
     constants = (fold is not None, 0 if outliers is None else OUTLIER_COLUMNS, k <= block, block)
-    launch(quantize_rows_kernel, (m, 1, 1), arguments, constants, min(16, max(1, block // 1024)))
+    overlap = overlaps(x.device)
+    warps = min(16, max(1, block // 1024))
+    launch(quantize_rows_kernel, (m, 1, 1), arguments, (*constants, overlap), warps, launch_pdl=overlap)
     return codes, row_scale
 
 
