@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from qsub import loading
+from qsub.interop import hook
 from qsub.tensors import codes
 from qsub.tensors.rowwise import Int8RowwiseTensor, check_modes
 
@@ -123,6 +124,7 @@ def quantize_(
         _replace(places, nn.Parameter(weight, requires_grad=trainable and param.requires_grad))
         del param
     loading.register(model)
+    hook.after_quantize(model)
     return model
 
 
@@ -149,4 +151,5 @@ def dequantize_(model: nn.Module, *, progress: bool = False) -> nn.Module:
         _replace(shared, nn.Parameter(weight.decode(), requires_grad=weight.requires_grad))
     for module in model.modules():
         loading.unregister(module)
+    hook.after_dequantize(model)
     return model

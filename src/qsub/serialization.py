@@ -66,7 +66,8 @@ def describe(tensor: Tensor) -> dict[str, Any]:
     return {"class": type(tensor).__name__, "dtype": str(tensor.dtype).removeprefix("torch."), **fields}
 
 
-def _flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The plain tensors that a file stores of a state dict, and its header, an object for JSON. Errors: `save_file`."""
     plain: dict[str, Tensor] = {}
     header: dict[str, Any] = {"version": VERSION, "tensors": {}, "shared": {}}
     seen: dict[tuple[Any, ...], str] = {}
@@ -117,7 +118,7 @@ def save_file(
         ImportError: safetensors is not installed.
     """
     save = safetensors_package().torch.save_file
-    plain, header = _flatten(state_dict)
+    plain, header = flatten_state_dict(state_dict)
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:

@@ -1,0 +1,64 @@
+"""Registers `qsub.interop.hf_quantizer` as soon as both qsub and transformers are imported, in either order.
+
+transformers looks quantization methods up in a registry and has no entry points for others. Its registry takes two
+seconds to import, so `import qsub` doesn't: where transformers comes later, a finder waits for that one module, has it
+loaded as usual, registers, and is gone.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_REGISTRY = "transformers.quantizers.auto"
+_OURS = "qsub.interop.hf_quantizer"
+
+
+class _WhenImported(MetaPathFinder):
+    """Finder that only adds a step after a module has been executed."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        """Called for every import; the module's own finders find it."""
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _register()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _register() -> None:
+    if find_spec("transformers.core_model_loading") is not None:  # transformers 5
+        import_module(_OURS)
+
+
+def register_with_transformers() -> None:
+    """Make quant_method "qsub" known to transformers, now or when it is imported."""
+    if _REGISTRY in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def after_quantize(model: Any) -> None:
+    """Tell a model of transformers that it is quantized, so that its save_pretrained works."""
+    if _OURS in sys.modules:  # else no such model exists
+        sys.modules[_OURS].attach(model)
+
+
+def after_dequantize(model: Any) -> None:
+    """Undo `after_quantize`."""
+    if _OURS in sys.modules:
+        sys.modules[_OURS].detach(model)
