@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 
-.PHONY: help demo test test-fast lint types clean
+.PHONY: help demo test test-fast lint types docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -14,7 +14,7 @@ help:  ## list the targets
 demo: $(VENV)/.installed-demo  ## quantize a real model, save and load it, train with 8-bit Adam (examples/quickstart.py)
 	$(RUN) examples/quickstart.py
 
-test: lint types  ## lint, types and all tests that need no GPU
+test: lint types docs  ## lint, types, the pages and all tests that need no GPU
 	$(RUN) -m pytest -m "not gpu"
 
 test-fast: lint  ## the tests that take under a few seconds each
@@ -27,8 +27,11 @@ lint: $(VENV)/.installed-test  ## ruff
 types: $(VENV)/.installed-test  ## pyright
 	$(RUN) -m pyright --pythonpath $(RUN)
 
+docs: $(VENV)/.installed-test  ## build the pages into site/, strictly
+	$(RUN) -m mkdocs build --strict --quiet
+
 clean:  ## remove the environment and the caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
