@@ -12,6 +12,7 @@ from qsub.optim.compiled import resolve_backend
 from qsub.optim.hyper import HyperTensor
 from qsub.optim.options import check_keys, check_options, check_param
 from qsub.optim.per_parameter import step_parameter, write_back
+from qsub.optim.sharding import local, local_grad
 
 
 class Adam8bit(torch.optim.Optimizer):
@@ -114,6 +115,9 @@ class Adam8bit(torch.optim.Optimizer):
             params = param_group.get("params", [])
             params = [params] if isinstance(params, Tensor) else list(params)
             param_group = {**param_group, "params": params}
+            # ZeroRedundancyOptimizer hands all keyword arguments on in each group, too.
+            if "backend" in param_group and param_group["backend"] == self.backend:
+                del param_group["backend"]
             for entry in params:
                 check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
             check_keys(param_group, self.defaults)
@@ -164,10 +168,14 @@ class Adam8bit(torch.optim.Optimizer):
         return True
 
     def _step_group(self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Step a group: with backend "triton" what it takes of each device together, the rest one by one."""
-        devices = list(dict.fromkeys(param.device for param, _ in pairs))
+        """Step a group: with backend "triton" what it takes of each device together, the rest one by one.
+
+        From here on gradients are local: on the device, and of the shape, of what this rank holds of a parameter.
+        """
+        pairs = [(param, local_grad(param, grad)) for param, grad in pairs]
+        devices = list(dict.fromkeys(local(param).device for param, _ in pairs))
         for device in devices:
-            here = [pair for pair in pairs if pair[0].device == device]
+            here = [pair for pair in pairs if local(pair[0]).device == device]
             self._check_capture(group, device)
             taken = []
             if resolve_backend(self.backend, device) == "triton":
@@ -216,7 +224,7 @@ class Adam8bit(torch.optim.Optimizer):
     def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         state = self.state[param]
         if not state:
-            if param.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if local(param).device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "state can't be made while a CUDA graph is captured (each replay would reset it): take one step "
                     "outside of the capture first"
@@ -245,12 +253,17 @@ class Adam8bit(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         count = state["step"]
         count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
-        if param.numel() == 0:
+        part = local(param)
+        if part.numel() == 0:
             return
-        backend = resolve_backend(self.backend, param.device)
+        backend = resolve_backend(self.backend, part.device)
         if backend == "triton":  # a dtype or a code that the launch doesn't take
             backend = "compile"
-        step_parameter(backend, group, param, grad, state, self._refresh_hyper(index, group, param.device))
+        step_parameter(backend, group, param, grad, state, self._refresh_hyper(index, group, part.device))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim's; moments of parameters that are DTensors are DTensors, placed as these are."""
+        return states.shown(self, super().state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, or of torch.optim.Adam(W), whose fp32 moments are encoded.

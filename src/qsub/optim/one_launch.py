@@ -18,6 +18,7 @@ from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
 from qsub.optim.scalars_kernel import prepare_kernel
+from qsub.optim.sharding import local, local_grad
 from qsub.optim.step import LEAST_ROOT, N_HYPER
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
@@ -29,7 +30,7 @@ _ELEMENTS_PER_WARP = 512
 # with 80 it has no room to load ahead (10% slower).
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": 96}
 
-WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor], None]
+WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor, int], None]
 
 
 def check_device(device: torch.device) -> None:
@@ -91,7 +92,7 @@ class OneLaunch:
             if same and plan.suits(group) and plan.is_current(all_states):
                 return plan
             # Keep those that have no gradient this time: gradients that come and go need no new plan.
-            here = {id(param) for param in group["params"] if param.device == device}
+            here = {id(param) for param in group["params"] if local(param).device == device}
             kept = [p for p in plan.params if id(p) not in dtypes and id(p) in here and all_states.get(p)]
             dtypes.update({id(p): known[id(p)] for p in kept})
         return self._make(key, group, all_states, [*params, *kept], list(dtypes.values()))
@@ -131,16 +132,19 @@ class OneLaunch:
             group: the group's options.
             all_states: the optimizer's state.
             params: parameters that have a gradient.
-            grads: their gradients.
+            grads: their gradients, whole or local ones.
             hyper: the group's hyper-parameters on that device.
-            write_back: called with an int8 weight, its new value, its step and `hyper` after the launch.
+            write_back: called with an int8 weight, its new value, its step, `hyper` and its first row in the whole
+                weight after the launch.
 
         Raises:
             RuntimeError: a CUDA graph is being captured and there was no step like this one before.
         """
+        if plan.sharded:
+            grads = [local_grad(param, grad) for param, grad in zip(params, grads, strict=True)]
         if not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
-        values = {slot: _value(plan.params[slot]) for slot in plan.staged}
+        values = {slot: _value(local(plan.params[slot])) for slot in plan.staged}
         pointers = _pointers(plan, params, grads, values)
         table = plan.pointers
         if pointers != plan.uploaded or _capturing(plan.device):
@@ -148,20 +152,20 @@ class OneLaunch:
                 covers = plan.covers_group
                 plan = self._make((plan.index, plan.device), group, all_states, plan.params, plan.grad_dtypes)
                 plan.covers_group = covers
-                values = {slot: _value(plan.params[slot]) for slot in plan.staged}
+                values = {slot: _value(local(plan.params[slot])) for slot in plan.staged}
                 pointers = _pointers(plan, params, grads, values)
             table = self._upload(plan, pointers, hyper)
         other = plan.device.type == "cuda" and plan.device.index != torch.cuda.current_device()
         with torch.cuda.device(plan.device) if other else contextlib.nullcontext():
             _launch(plan, table, group, hyper)
         for slot, value in values.items():
-            param = plan.params[slot]
+            part = local(plan.params[slot])
             if not pointers[2 * slot + 1]:
                 continue
-            if isinstance(param, Int8RowwiseTensor):
-                write_back(param, value, plan.steps[slot], hyper)
+            if isinstance(part, Int8RowwiseTensor):
+                write_back(part, value, plan.steps[slot], hyper, plan.first_rows[slot])
             else:
-                param.copy_(value)
+                part.copy_(value)
 
     def _fits(self, plan: Plan, pointers: list[int]) -> bool:
         """Whether new addresses suit the plan: parameters of the same dtype and layout, aligned where it says so."""
@@ -202,13 +206,14 @@ def _value(param: Tensor) -> Tensor:
 def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dict[int, Tensor]) -> list[int]:
     """Address of each parameter of the plan and of its gradient (0: it has none), one after the other."""
     pointers = [0] * (2 * len(plan.ids))
+    parts = map(local, params) if plan.sharded else params
     if list(map(id, params)) == plan.ids:
-        pointers[::2] = map(Tensor.data_ptr, params)
+        pointers[::2] = map(Tensor.data_ptr, parts)
         pointers[1::2] = map(Tensor.data_ptr, grads)
     else:
-        for param, grad in zip(params, grads, strict=True):
+        for param, part, grad in zip(params, parts, grads, strict=True):
             slot = plan.slots[id(param)]
-            pointers[2 * slot], pointers[2 * slot + 1] = param.data_ptr(), grad.data_ptr()
+            pointers[2 * slot], pointers[2 * slot + 1] = part.data_ptr(), grad.data_ptr()
     for slot, value in values.items():
         pointers[2 * slot] = value.data_ptr()
     return pointers

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qsub.optim.compiled import run_step
 from qsub.optim.hyper import HyperTensor
+from qsub.optim.sharding import first_block, local, offsets
 from qsub.optim.state_dict import moment_keys
 from qsub.optim.step import SKIP
 from qsub.tensors import codes
@@ -25,14 +26,15 @@ def step_parameter(
     Args:
         backend: "eager" or "compile".
         group: options of its parameter group.
-        param: any layout and float dtype, not empty.
-        grad: of the same shape.
+        param: any layout and float dtype; its local part is not empty.
+        grad: of the same shape as that part, as the moments.
         state: of the parameter; its step is counted already.
         hyper: of the group, refreshed, on the device of the parameter.
     """
     moments = [state[key] for key in moment_keys(group)]
     block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
-    value = param.dequantize(torch.float32) if isinstance(param, Int8RowwiseTensor) else param.detach()
+    part = local(param)
+    value = part.dequantize(torch.float32) if isinstance(part, Int8RowwiseTensor) else part.detach()
     staged = [Staged(value, block_size)]
     pairs: list[Any] = []
     for moment in moments:
@@ -42,19 +44,20 @@ def step_parameter(
         else:
             staged.append(Staged(moment, block_size))
             pairs.append(staged[-1].blocks)
-    grad_blocks = to_blocks(grad.contiguous(), param.shape, block_size)
+    grad_blocks = to_blocks(grad.contiguous(), part.shape, block_size)
     tensors = (staged[0].blocks, grad_blocks, *pairs, *([None] * (3 - len(pairs))))
-    step = state["step"].to(param.device)
+    step = state["step"].to(part.device)
     stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
     scalars = (step, hyper.tensor, hyper.seed)
-    run_step(backend, tensors, scalars, 0, group["decoupled_weight_decay"], stochastic, group["state_code"])
+    first = first_block(param, block_size)
+    run_step(backend, tensors, scalars, first, group["decoupled_weight_decay"], stochastic, group["state_code"])
     for entry in staged:
         entry.finish()
-    if isinstance(param, Int8RowwiseTensor):
-        write_back(param, value, step, hyper)
+    if isinstance(part, Int8RowwiseTensor):
+        write_back(part, value, step, hyper, offsets(param)[0])
 
 
-def write_back(param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -> None:
+def write_back(param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor, first_row: int = 0) -> None:
     """New value of a trainable int8 weight, through the row code with stochastic rounding.
 
     Args:
@@ -62,9 +65,10 @@ def write_back(param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor) -
         value: fp32, of its shape.
         step: 0-dim fp32, the number of this step.
         hyper: whose seed is drawn from, and whose SKIP leaves the weight as it is.
+        first_row: rows of the whole weight before those of `param`.
     """
     weight: Any = param
-    start = torch.zeros((), dtype=torch.int64, device=value.device)
+    start = torch.full((), first_row, dtype=torch.int64, device=value.device)
     bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
     before = weight.int_data.clone(), weight.scale.clone()
     weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)

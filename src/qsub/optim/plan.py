@@ -12,6 +12,7 @@ from torch import Tensor
 from qsub.optim import adam_kernel as kernel
 from qsub.optim.hyper import upload
 from qsub.optim.scalars_kernel import N_SCALARS
+from qsub.optim.sharding import first_block, local, offsets
 from qsub.optim.state_dict import check_form, is_8bit, moment_keys
 from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
 from qsub.tensors.rowwise import Int8RowwiseTensor
@@ -25,7 +26,8 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as adam_ker
 def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
     """Whether the launch takes this parameter; the others (fp64, empty, dynamic codes) step one by one."""
     coded = group["state_code"] != "block_float8" and is_8bit(param, group)
-    return kernel_dtype(param) in _DTYPES and grad.dtype in _DTYPES and param.numel() > 0 and not coded
+    part = local(param)
+    return kernel_dtype(part) in _DTYPES and grad.dtype in _DTYPES and part.numel() > 0 and not coded
 
 
 def kernel_dtype(param: Tensor) -> torch.dtype:
@@ -50,6 +52,7 @@ class _Row:
     row_blocks: int
     blocks: int
     chunks: int
+    first: int
     values: list[Tensor]
     scales: list[Tensor] = field(default_factory=list)
 
@@ -61,28 +64,31 @@ class _Row:
             row[kernel.SCALE.value + place] = tensor.data_ptr()
         row[kernel.LENGTH.value], row[kernel.ROW_BLOCKS.value] = self.length, self.row_blocks
         row[kernel.BLOCK_COUNT.value], row[kernel.KIND.value] = self.blocks, kind
+        row[kernel.FIRST_BLOCK.value] = self.first
         return row
 
 
 def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, aligned: bool) -> _Row:
-    where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
+    part = local(param)
+    where = f"state of a parameter of shape {tuple(param.shape)} on {part.device}"
     is_8bit = isinstance(moments[0], Blockwise8bitTensor)
     values = [moment.codes for moment in moments] if is_8bit else moments
     scales = [moment.scale for moment in moments] if is_8bit else []
-    if not all(tensor.is_contiguous() and tensor.device == param.device for tensor in (*values, *scales)):
+    if not all(tensor.is_contiguous() and tensor.device == part.device for tensor in (*values, *scales)):
         raise ValueError(f"{where} must be contiguous and on that device. Load it with load_state_dict.")
     aligned = aligned and not any(tensor.data_ptr() & 15 for tensor in values)
-    count = param.numel()
+    count = part.numel()
+    first = first_block(param, block_size if is_8bit else 1)
     if not is_8bit:
         wide = aligned and count >= _ALIGNED_FLOAT and count % 16 == 0
         layout = kernel.FLOAT.value if wide else kernel.FLOAT_RAGGED.value
-        return _Row(layout, count, 1, count, -(-count // (blocks * block_size)), values)
-    length, total = row_shape(param.shape)[1], scales[0].numel() // 2
+        return _Row(layout, count, 1, count, -(-count // (blocks * block_size)), first, values)
+    length, total = row_shape(part.shape)[1], scales[0].numel() // 2
     chunks = -(-total // blocks)
     if length % block_size == 0 and aligned:
-        return _Row(kernel.FLAT.value, count, 1, total, chunks, values, scales)
+        return _Row(kernel.FLAT.value, count, 1, total, chunks, first, values, scales)
     layout = kernel.ROWS.value if length % 16 == 0 and aligned else kernel.RAGGED.value
-    return _Row(layout, length, scales[0].shape[1], total, chunks, values, scales)
+    return _Row(layout, length, scales[0].shape[1], total, chunks, first, values, scales)
 
 
 def _program_map(chunks: list[int], kinds: list[int]) -> Tensor:
@@ -117,7 +123,7 @@ class Plan:
     """Tables of the parameters of a group on one device.
 
     Args:
-        params: the parameters; each has a state.
+        params: the parameters, some of them DTensors perhaps; each has a state.
         grad_dtypes: dtype of the gradient of each.
         states: their optimizer states. Each state's "step" becomes a view of `steps`.
         group: the group's options.
@@ -138,14 +144,17 @@ class Plan:
         unaligned: set[int],
     ) -> None:
         self.params, self.grad_dtypes, self.index = params, grad_dtypes, index
-        self.device = device = params[0].device
+        parts = [local(param) for param in params]
+        self.device = device = parts[0].device
+        self.sharded = any(part is not param for part, param in zip(parts, params, strict=True))
         self.ids = [id(param) for param in params]
         self.slots = {ident: slot for slot, ident in enumerate(self.ids)}
         self.staged = [
-            slot for slot, p in enumerate(params) if isinstance(p, Int8RowwiseTensor) or not p.is_contiguous()
+            slot for slot, p in enumerate(parts) if isinstance(p, Int8RowwiseTensor) or not p.is_contiguous()
         ]
+        self.first_rows = {slot: sum(offsets(params[slot])[:1]) for slot in self.staged}
         self.covers_group = False  # the last step was for all of these, and for no other parameter of the group
-        self._forms = [_form(param) for param in params]
+        self._forms = [_form(part) for part in parts]
         self._dtypes = [param.dtype for param in params]
         self._options = _options(group)
         keys, block_size = moment_keys(group), group["block_size"]
@@ -157,8 +166,8 @@ class Plan:
             for param, state in zip(params, states, strict=True)
         ]
         kinds = [
-            row.layout * 9 + _DTYPES[kernel_dtype(param)] * 3 + _DTYPES[dtype]
-            for row, param, dtype in zip(rows, params, grad_dtypes, strict=True)
+            row.layout * 9 + _DTYPES[kernel_dtype(part)] * 3 + _DTYPES[dtype]
+            for row, part, dtype in zip(rows, parts, grad_dtypes, strict=True)
         ]
         self.kinds: int = functools.reduce(operator.or_, (1 << kind for kind in kinds))
         self.aligned = [row.layout not in (kernel.RAGGED.value, kernel.FLOAT_RAGGED.value) for row in rows]
@@ -193,7 +202,7 @@ class Plan:
 
     def has_forms(self) -> bool:
         """Whether the parameters have the dtypes, shapes and strides that they had when the plan was made."""
-        return [_form(param) for param in self.params] == self._forms
+        return [_form(local(param)) for param in self.params] == self._forms
 
     def is_current(self, all_states: Mapping[Tensor, Any]) -> bool:
         """Whether the optimizer's state is still what the table points to."""

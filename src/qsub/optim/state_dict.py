@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from qsub.optim.options import check_state_options
+from qsub.optim.sharding import as_dtensor, is_dtensor, local, part_of, raise_together
 from qsub.tensors.blockwise import Blockwise8bitTensor
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _CODES = {  # of exp_avg and of the second moments, by `state_code`
     "block_float8": ("float8_signed", "float8_unsigned"),
     "dynamic": ("dynamic_signed", "dynamic_unsigned"),
@@ -22,11 +24,16 @@ _IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
 def moment_keys(group: dict[str, Any]) -> list[str]:
     """Keys of the moments that a parameter of this group has."""
-    return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+    return list(_MOMENTS if group["amsgrad"] else _MOMENTS[:2])
 
 
 def is_8bit(param: Tensor, group: dict[str, Any]) -> bool:
-    """Whether the moments of `param` are kept in 8 bits: by the size of the whole parameter."""
+    """Whether the moments of `param` are kept in 8 bits: by the size of the whole parameter, on all ranks alike.
+
+    The shards of a DTensor of one dimension are no whole rows; it is small, a bias or a norm, and its state fp32.
+    """
+    if is_dtensor(param) and param.dim() < 2:
+        return False
     return group["state_bits"] == 8 and param.numel() >= max(1, group["min_8bit_size"])
 
 
@@ -37,21 +44,23 @@ def code_of(group: dict[str, Any], key: str) -> str:
 
 def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
     """Where the step count of `param` is: on a GPU always, so that a step a GradScaler skips needs no sync."""
-    return param.device if group["capturable"] or param.device.type == "cuda" else torch.device("cpu")
+    device = local(param).device
+    return device if group["capturable"] or device.type == "cuda" else torch.device("cpu")
 
 
 def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
-    """The moment of a parameter before its first step."""
+    """The moment of a parameter, of what this rank holds of it, before its first step."""
+    part = local(param)
     if is_8bit(param, group):
-        return Blockwise8bitTensor.zeros(param.shape, group["block_size"], code_of(group, key), param.device)
-    return torch.zeros(param.shape, dtype=torch.float32, device=param.device)
+        return Blockwise8bitTensor.zeros(part.shape, group["block_size"], code_of(group, key), part.device)
+    return torch.zeros(part.shape, dtype=torch.float32, device=part.device)
 
 
 def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
     """ValueError where `state` doesn't fit its parameter, or the block size and code of its group, any more."""
     moment = state["exp_avg"]
     where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
-    if moment.shape != param.shape:
+    if moment.shape != local(param).shape:
         raise ValueError(f"{where} has shape {tuple(moment.shape)}: the parameter was changed. Make a new optimizer.")
     if isinstance(moment, Blockwise8bitTensor) and moment.block_size != group["block_size"]:
         raise ValueError(
@@ -65,27 +74,32 @@ def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> N
         )
 
 
-def _moment(saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: str, where: str) -> Tensor:
+def _moment(
+    saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: str, where: str, of_torch: bool
+) -> Tensor:
     """A copy of a saved moment in the form that `group` asks for."""
     value = saved[key]
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where}: expected a float tensor or a Blockwise8bitTensor, got {kind}")
-    if hasattr(value, "qmap"):  # torchao's class, which has next to no operators
+    if hasattr(local(value), "qmap"):  # torchao's class, which has next to no operators
         raise ValueError(
-            f"{where}: a {type(value).__name__} of torchao. Read the state dict with "
+            f"{where}: a {type(local(value)).__name__} of torchao. Read the state dict with "
             "qsub.interop.torchao.optimizer_from_torchao first."
         )
     if value.shape != param.shape:
         raise ValueError(f"{where}: shape {tuple(value.shape)} doesn't match its parameter's {tuple(param.shape)}")
     target = zero_moment(param, group, key)
     second = saved["exp_avg_sq"]
-    if isinstance(target, Blockwise8bitTensor) and not target.same_layout(value):
-        second = _plain(second) if key == "exp_avg" and second.shape == param.shape else None
-        try:
+    try:
+        value = part_of(value, param)
+        if isinstance(target, Blockwise8bitTensor) and not target.same_layout(value):
+            # A float of qsub's own may come from a broadcast of 8-bit state, whose sender encodes without `second`.
+            use = key == "exp_avg" and second.shape == param.shape and (of_torch or isinstance(value, type(target)))
+            second = _plain(part_of(second, param)) if use else None
             value = Blockwise8bitTensor.from_float(_plain(value), target.block_size, target.code, second)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     return target.copy_(value)
 
 
@@ -93,7 +107,9 @@ def _plain(value: Tensor) -> Tensor:
     return value.dequantize() if isinstance(value, Blockwise8bitTensor) else value
 
 
-def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], index: Any) -> dict[str, Any]:
+def _param_state(
+    saved: dict[str, Any], param: Tensor, group: dict[str, Any], index: Any, of_torch: bool
+) -> dict[str, Any]:
     if not saved:
         return {}
     needed = ["step", *moment_keys(group)]
@@ -108,18 +124,34 @@ def _param_state(saved: dict[str, Any], param: Tensor, group: dict[str, Any], in
     state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
     state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)
     for key in moment_keys(group):
-        state[key] = _moment(saved, param, group, key, f"state of parameter {index}, {key}")
+        state[key] = _moment(saved, param, group, key, f"state of parameter {index}, {key}", of_torch)
     return state
+
+
+def _of_torch(group: dict[str, Any]) -> bool:
+    """Whether a saved group is one of torch.optim."""
+    return any(key not in group for key in QSUB_OPTIONS)
 
 
 def _merge_group(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
     """A saved group with the options that it lacks, or that are not its to decide, from the current one."""
     merged = {**{key: value for key, value in current.items() if key != "params"}, **saved}
     merged["decoupled_weight_decay"] = current["decoupled_weight_decay"]
-    if any(key not in saved for key in QSUB_OPTIONS):  # a state dict of torch.optim
+    if _of_torch(saved):
         merged.update({key: current[key] for key in _IMPLEMENTATION})
     check_state_options(merged)
     return merged
+
+
+def shown(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of `optimizer` with the moments of parameters that are DTensors as such."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, entry in state_dict["state"].items():
+        if isinstance(index, int) and is_dtensor(params[index]):
+            state_dict["state"][index] = {
+                key: as_dtensor(params[index], value) if key in _MOMENTS else value for key, value in entry.items()
+            }
+    return state_dict
 
 
 def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict[str, Any]], None]) -> None:
@@ -130,15 +162,24 @@ def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict
     new_state: dict[Any, dict[str, Any]] = {}
 
     def prepare(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        prepared, failure = saved, None
+        try:
+            prepared = convert(saved)
+        except Exception as error:
+            failure = error
+        raise_together(failure, [param for group in optimizer.param_groups for param in group["params"]])
+        return prepared
+
+    def convert(saved: dict[str, Any]) -> dict[str, Any]:
         groups = optimizer.param_groups
         if [len(g["params"]) for g in saved["param_groups"]] != [len(g["params"]) for g in groups]:
             return saved  # torch.optim raises, with its own text
         merged = [_merge_group(s, g) for s, g in zip(saved["param_groups"], groups, strict=True)]
         known = set()
-        for group, current in zip(merged, groups, strict=True):
+        for group, old, current in zip(merged, saved["param_groups"], groups, strict=True):
             for index, param in zip(group["params"], current["params"], strict=True):
                 known.add(index)
-                state = _param_state(saved["state"].get(index, {}), param, group, index)
+                state = _param_state(saved["state"].get(index, {}), param, group, index, _of_torch(old))
                 if state:
                     new_state[param] = state
         others = {key: value for key, value in saved["state"].items() if key not in known}
@@ -157,15 +198,17 @@ def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict
         after.remove()
 
 
+def _copy_as_float(value: Tensor) -> Tensor:
+    if is_dtensor(value):
+        return as_dtensor(value, _copy_as_float(local(value)))
+    return value.dequantize() if isinstance(value, Blockwise8bitTensor) else value.clone()
+
+
 def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
     """A qsub state dict as one of torch.optim.Adam(W): fp32 moments, and only the options that it knows."""
     capturable = {index: group["capturable"] for group in state_dict["param_groups"] for index in group["params"]}
     state = {
-        index: {
-            key: _plain(value) if isinstance(value, Blockwise8bitTensor) else value.clone()
-            for key, value in entry.items()
-            if isinstance(value, Tensor)
-        }
+        index: {key: _copy_as_float(value) for key, value in entry.items() if isinstance(value, Tensor)}
         for index, entry in state_dict["state"].items()
     }
     for index, entry in state.items():

@@ -61,7 +61,8 @@ def to_blocks(flat: Tensor, shape: torch.Size | tuple[int, ...], block_size: int
 def from_blocks(blocks: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
     """Inverse of `to_blocks`: (blocks, block_size) without the padding, in shape `shape`."""
     rows, length = row_shape(shape)
-    return blocks.reshape(rows, -1)[:, :length].reshape(shape)
+    row = -(-length // blocks.shape[1]) * blocks.shape[1]
+    return blocks.reshape(rows, row)[:, :length].reshape(shape)
 
 
 class Staged:

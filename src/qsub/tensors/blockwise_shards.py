@@ -1,0 +1,167 @@
+"""Shards of Blockwise8bitTensor: slices of it, putting them together, and collectives. Each handler says who calls it.
+
+A range of rows (dim 0) is a range of rows of codes and of scales. A range of dim 1, or of the only dimension, that
+begins and ends where blocks do is a range of their columns; another one would tear a block from its scale, and is
+refused.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsub.tensors.blockwise import OPS, Blockwise8bitTensor, scale_shape
+from qsub.tensors.dispatch import float_dtype, view_of
+
+aten = torch.ops.aten
+_REMEDY = (
+    "Choose a block_size that divides the shards, or call dequantize() (of a whole optimizer, to_torch_state_dict()): "
+    "floats can be cut anywhere."
+)
+
+
+def _blocks(x: Blockwise8bitTensor, dim: int, start: int, end: int) -> tuple[int, int, int]:
+    """Dimension of the scales, and the range of it, that belong to the range from `start` to `end` of `dim`."""
+    if x.dim() >= 2 and dim == 0:
+        return 0, start, end
+    if dim == min(1, x.dim() - 1):  # the outermost one in a row; all of a tensor of one dimension is one row
+        inner = math.prod(x.shape[2:])
+        first, last = start * inner, end * inner
+        if first % x.block_size == 0 and (last % x.block_size == 0 or end == x.shape[dim]):
+            return 1, first // x.block_size, -(-last // x.block_size)
+    raise NotImplementedError(
+        f"elements {start} to {end} of dim {dim} of a Blockwise8bitTensor of shape {tuple(x.shape)} are not whole "
+        f"blocks of {x.block_size}: shards must be rows (dim 0 of 2 or more), or whole blocks of dim 1. {_REMEDY}"
+    )
+
+
+@OPS.implements(aten.slice.Tensor)
+def _slice(func: Any, x: Blockwise8bitTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+    """A shard: torch.distributed.checkpoint's narrow, x[a:b]."""
+    dim %= max(1, x.dim())
+    if dim == 0 and x.dim() >= 2:
+        inner = func(x.codes, 0, start, end, step), func(x.scale, 0, start, end, step)
+    else:
+        low, high, _ = slice(start, end).indices(x.shape[dim] if x.dim() else 0)
+        if step != 1:
+            raise NotImplementedError(f"slices of dim {dim} of a Blockwise8bitTensor take step 1, got {step}")
+        inner = func(x.codes, dim, start, end), func(x.scale, *_blocks(x, dim, low, max(low, high)))
+    return view_of(func, x, (dim, start, end, step), lambda: x.like(*inner))
+
+
+@OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(func: Any, x: Blockwise8bitTensor, sizes: Any, dim: int = 0) -> Any:
+    """split, chunk: distribute_tensor, DTensor.redistribute."""
+    dim %= max(1, x.dim())
+    pieces, start = [], 0
+    with torch.inference_mode(x.is_inference()):
+        for codes in func(x.codes, sizes, dim):
+            scale_dim, low, high = _blocks(x, dim, start, start + codes.shape[dim])
+            pieces.append(x.like(codes, x.scale.narrow(scale_dim, low, high - low)))
+            start += codes.shape[dim]
+    return pieces
+
+
+@OPS.implements(aten.cat.default)
+def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Blockwise8bitTensor:
+    """Shards made whole: DTensor.full_tensor."""
+    first = tensors[0]
+    if not isinstance(first, Blockwise8bitTensor) or not all(first.same_layout(x) for x in tensors):
+        raise NotImplementedError("cat takes Blockwise8bitTensors of one layout: call .dequantize() on them first")
+    dim %= max(1, first.dim())
+    codes = torch.cat([x.codes for x in tensors], dim)  # type: ignore[attr-defined]
+    whole = first.like(codes, codes.new_zeros(scale_shape(codes.shape, first.block_size, first.code)).to(first.scale))
+    start = 0
+    for x in tensors:
+        scale_dim, low, high = _blocks(whole, dim, start, start + x.shape[dim])
+        whole.scale.narrow(scale_dim, low, high - low).copy_(x.scale)  # type: ignore[attr-defined]
+        start += x.shape[dim]
+    return whole
+
+
+@OPS.implements(aten.index_select.default)
+def _index_select(func: Any, x: Blockwise8bitTensor, dim: int, index: Tensor) -> Blockwise8bitTensor:
+    """Rows in another order: DTensor.full_tensor where two mesh dimensions shard the rows."""
+    if x.dim() < 2 or dim % x.dim() != 0:
+        raise NotImplementedError(f"index_select of a Blockwise8bitTensor takes rows (dim 0), got dim {dim}. {_REMEDY}")
+    return x.like(func(x.codes, 0, index), func(x.scale, 0, index))
+
+
+@OPS.implements(aten.constant_pad_nd.default)
+def _pad(func: Any, x: Blockwise8bitTensor, pad: list[int], value: float = 0) -> Blockwise8bitTensor:
+    """Zeros at the end of a dimension: shards of uneven size are padded before they are gathered."""
+    if value != 0 or any(pad[::2]):
+        raise NotImplementedError(
+            f"pad of a Blockwise8bitTensor appends zeros, got pad={pad}, value={value}: call .dequantize() first"
+        )
+    codes = func(x.codes, pad, 0)
+    wanted = scale_shape(codes.shape, x.block_size, x.code)
+    grown = [size - old for size, old in zip(wanted, x.scale.shape, strict=True)]
+    return x.like(codes, func(x.scale, [end for size in reversed(grown) for end in (0, size)], 0))
+
+
+@OPS.implements(aten.new_empty.default, aten.new_zeros.default)
+def _container(
+    func: Any, x: Blockwise8bitTensor, size: Any, *, dtype: Any = None, device: Any = None, **options: Any
+) -> Any:
+    """Copies that torch.distributed.checkpoint.async_save stages; shards of no rows."""
+    codes = func(x.codes, size, device=device)
+    scale = func(x.scale, scale_shape(codes.shape, x.block_size, x.code), device=device)
+    return x.like(codes, scale, float_dtype(dtype, x.dtype, OPS.owner))
+
+
+@OPS.implements(aten.view.default)
+def _view(func: Any, x: Blockwise8bitTensor, size: Any) -> Any:
+    """DTensor.from_local and to_local, which view a tensor in its own shape."""
+    if tuple(size) != tuple(x.shape):
+        raise NotImplementedError(
+            f"view of a Blockwise8bitTensor of shape {tuple(x.shape)} as {tuple(size)}: its blocks belong to its "
+            "shape. Call .dequantize() first."
+        )
+    return view_of(func, x, (size,), lambda: x.like(aten.alias(x.codes), aten.alias(x.scale)))
+
+
+if torch.distributed.is_available():
+    import torch.distributed._functional_collectives  # registers the operators
+
+    _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
+
+    @OPS.implements(_functional.all_gather_into_tensor.default, _functional.wait_tensor.default)
+    def _gather(func: Any, x: Blockwise8bitTensor, *group: Any) -> Blockwise8bitTensor:
+        """DTensor.full_tensor and redistribute: rows of codes and rows of scales."""
+        if x.dim() < 2:
+            raise NotImplementedError(f"{func} of a Blockwise8bitTensor takes one of 2 dimensions or more. {_REMEDY}")
+        return x.like(func(x.codes, *group), func(x.scale, *group))
+
+    if hasattr(_functional, "_wrap_tensor_autograd"):  # since torch 2.13
+
+        @OPS.implements(_functional._wrap_tensor_autograd.default)
+        def _wait(func: Any, x: Blockwise8bitTensor) -> Blockwise8bitTensor:
+            """What was gathered, waited for at once rather than when it is first used."""
+            return x.like(_functional.wait_tensor(x.codes), _functional.wait_tensor(x.scale))
+
+    @OPS.implements(_c10d.scatter_.default)
+    def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
+        """distribute_tensor of a whole state: codes, then scales."""
+        _, work = func([x.codes for x in outputs], [[x.codes for x in row] for row in inputs], *group)
+        if work is not None:
+            work.wait()
+        _, work = func([x.scale for x in outputs], [[x.scale for x in row] for row in inputs], *group)
+        return outputs, work
+
+    @OPS.implements(_c10d.broadcast_.default)
+    def _broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
+        """As floats, which all ranks encode anew alike, the sender as well.
+
+        set_optimizer_state_dict(broadcast_from_rank0=True) receives in a plain float tensor of this shape and dtype, so
+        it must be what is sent. Otherwise ranks that hold the same state would go on from different ones.
+        """
+        values = [x.dequantize().contiguous() for x in tensors]
+        _, work = func(values, *group)
+        if work is not None:
+            work.wait()
+        for x, value in zip(tensors, values, strict=True):
+            fresh = x.from_float(value, x.block_size, x.code)
+            x.codes, x.scale = fresh.codes, fresh.scale  # not in place: the caller's state may share the old ones
+        return tensors, work
