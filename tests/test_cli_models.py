@@ -59,6 +59,44 @@ def test_a_folder_becomes_what_quantize_makes_of_the_model(tmp_path, capsys, mak
     assert config["quantization_config"]["quant_method"] == "qsub" and config["quantization_config"]["skip"] == []
 
 
+@pytest.mark.parametrize("options", [[], ["--skip", "lm_head", "--skip", "*.0.mlp.*"], ["--activations", "int8"]])
+def test_from_pretrained_reads_the_folder(tmp_path, capsys, options):
+    """As transformers quantizes the float folder itself, and with the same config."""
+    tiny_llama(False).save_pretrained(tmp_path / "in")
+    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out", *options)[0] == 0
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    skip = (
+        ["lm_head", *(f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up"))]
+        if options[:1] == ["--skip"]
+        else []
+    )
+    config = package.QsubConfig("int8" if "int8" in options else None, skip=skip)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == config.to_dict()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=config)
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    kinds = {name: type(param) for name, param in expected.named_parameters()}
+    assert {name: type(param) for name, param in model.named_parameters()} == kinds
+    assert sum(kind is Int8RowwiseTensor for kind in kinds.values()) == 15 - len(skip)
+
+
+def test_save_pretrained_of_an_int8_model_is_read_here(tmp_path, capsys):
+    tiny_llama(True).save_pretrained(tmp_path / "in")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=package.QsubConfig())
+    model.save_pretrained(tmp_path / "int8")
+    code, out, _ = qsub(capsys, "inspect", tmp_path / "int8", "--original", tmp_path / "in", "--json")
+    assert code == 0 and sum(t["sqnr_db"] is not None for t in json.loads(out)["tensors"]) == 14
+    assert qsub(capsys, "dequantize", tmp_path / "int8", tmp_path / "float")[0] == 0
+    tokens = torch.arange(12).view(2, 6)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float")
+    assert not any(isinstance(param, Int8RowwiseTensor) for param in again.parameters())
+    with torch.no_grad():
+        # The same weights, once decoded: products differ by the order of fp32 sums of 32 to 64 terms.
+        torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
 def test_a_base_model_of_a_checkpoint_with_a_head(tmp_path, capsys):
     """Names in the file lack or have the prefix of the base model."""
     model = tiny_llama(True)
@@ -97,6 +135,9 @@ def test_minilm_there_and_back(tmp_path, capsys):
     for name in expected:
         plain = (x.dequantize() if isinstance(x, Int8RowwiseTensor) else x for x in (loaded[name], expected[name]))
         assert torch.equal(*plain)
+    read = transformers.AutoModel.from_pretrained(tmp_path / "int8").state_dict()
+    assert sum(isinstance(value, Int8RowwiseTensor) for value in read.values()) == 37
+    assert all(torch.equal(read[name], value) for name, value in expected.items())
     code, out, _ = qsub(capsys, "inspect", tmp_path / "int8", "--original", folder, "--json")
     sqnr = {t["name"]: t["sqnr_db"] for t in json.loads(out)["tensors"] if t["sqnr_db"] is not None}
     floats = package.load_file(folder)
@@ -157,6 +198,21 @@ def test_from_bitsandbytes_and_back(tmp_path, capsys):
         "llm_int8_threshold": 6.0,
         "llm_int8_skip_modules": ["head"],
     }
+
+
+def test_a_folder_written_for_bitsandbytes_multiplies_alike(tmp_path, capsys):
+    from qsub.interop.transformers import from_bitsandbytes
+
+    tiny_llama(False).save_pretrained(tmp_path / "in")
+    options = ["--activations", "int8", "--outlier-threshold", "6", "--skip", "lm_head"]
+    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "ours", *options)[0] == 0
+    assert qsub(capsys, "convert", "--to", "bitsandbytes", tmp_path / "ours", tmp_path / "bnb")[0] == 0
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs = from_bitsandbytes(transformers.AutoModelForCausalLM, tmp_path / "bnb")
+    assert theirs.model.layers[0].mlp.up_proj.weight.outlier_threshold == 6.0
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
 
 
 def test_the_dtype_of_converted_weights(tmp_path, capsys):

@@ -106,6 +106,7 @@ def quantization_config(modes: dict[str, Any], floats: list[str]) -> Config:
         "outlier_threshold": modes.get("outlier_threshold"),
         "skip": sorted(floats),
         "backward": None,
+        "embeddings": False,
         "trainable": False,
     }
 
