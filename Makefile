@@ -6,13 +6,20 @@ RUN := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
 
-.PHONY: help demo test test-fast lint types docs clean
+DEBIAN := dataset-fashion-mnist r-cran-janeaustenr r-cran-modeldata
+
+.PHONY: help data demo test test-fast lint types docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed-demo  ## quantize a real model, save and load it, train with 8-bit Adam (examples/quickstart.py)
 	$(RUN) examples/quickstart.py
+
+data: $(VENV)/.installed-bench  ## get the real data of the benchmarks (Debian packages, unpacked under data/) and prepare it
+	mkdir -p data/deb
+	if command -v apt-get >/dev/null; then cd data/deb && apt-get download $(DEBIAN) && for deb in *.deb; do dpkg-deb -x $$deb .; done; fi
+	$(RUN) benchmarks/real_inputs.py
 
 test: lint types docs  ## lint, types, the pages and all tests that need no GPU
 	$(RUN) -m pytest -m "not gpu"

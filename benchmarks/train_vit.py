@@ -8,7 +8,6 @@ The script of torchao PR #463 in its scope, without downloads. Examples:
 """
 
 import argparse
-import gzip
 import importlib
 import math
 import pathlib
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
+import real_inputs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -92,17 +92,7 @@ def load_data(name: str, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         images, labels = images[order], torch.tensor(digits.target)[order]
         return images[:1500], labels[:1500], images[1500:], labels[1500:]
     if kind == "fashion-mnist":
-        folder = pathlib.Path(path or "/usr/share/datasets/fashion-mnist")
-
-        def read(file: str, offset: int) -> Tensor:
-            with gzip.open(folder / file) as stream:
-                return torch.frombuffer(bytearray(stream.read()), dtype=torch.uint8, offset=offset)
-
-        parts = []
-        for part in ("train", "t10k"):
-            parts.append(read(f"{part}-images-idx3-ubyte.gz", 16).view(-1, 1, 28, 28))
-            parts.append(read(f"{part}-labels-idx1-ubyte.gz", 8).long())
-        return tuple(parts)  # type: ignore[return-value]
+        return real_inputs.fashion_mnist(pathlib.Path(path) if path else None)
     if kind == "folder":
         from torchvision.datasets import ImageFolder
         from torchvision.transforms.v2.functional import center_crop, pil_to_tensor, resize
