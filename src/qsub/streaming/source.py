@@ -18,7 +18,7 @@ from torch import Tensor
 from qsub.checkpoint_files import INDEX, locate, read_json, weight_map
 from qsub.serialization import INNER, check_parts, read_header, safetensors_package
 
-CHUNK = 1 << 24  # bytes that are read and written at a time
+CHUNK = 1 << 22  # bytes that are read and written at a time
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
