@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from dist_optim import Bag, assert_same_run, differs, new_optimizer, sharded_bag, train
+from dist_optim import Bag, assert_same_run, differs, new_optimizer, sharded_bag, train, whole
 from ranks import on_ranks
+from torch.distributed.tensor.debug import CommDebugMode
 
-from qsub.optim import Adam8bit
+from qsub.optim import Adam8bit, AdamW8bit
 
 pytestmark = pytest.mark.dist
 
@@ -37,3 +38,49 @@ def _same_run(rank, dtype, options):
 def test_trajectory_equals_the_single_process_run(world_size, dtype, options):
     random = dtype == torch.bfloat16 or options not in ("fp32 state", "dynamic code")
     assert on_ranks(_same_run, world_size, dtype, OPTIONS[options]) == [random] * world_size
+
+
+def _collectives(rank):
+    model = sharded_bag()
+    optimizer = new_optimizer(model)
+    train(model, optimizer, 0, 1)
+    with CommDebugMode() as step:
+        optimizer.step()
+    with CommDebugMode() as gathering:  # negative control
+        optimizer.state_dict()["state"][0]["exp_avg"].full_tensor()
+    return step.get_total_counts(), gathering.get_total_counts()
+
+
+def test_a_step_calls_no_collective():
+    """Which also makes it safe to raise in: no other rank waits."""
+    for step, gathering in on_ranks(_collectives, 2):
+        assert step == 0 < gathering
+
+
+def _refused(rank):
+    model = sharded_bag()
+    errors = []
+    for options in ({"block_size": 48}, {"lr": -1.0}, {"state_code": "nf4"}):
+        with pytest.raises(ValueError) as caught:
+            AdamW8bit(model.parameters(), **options)
+        errors.append(str(caught.value))
+    optimizer = new_optimizer(model)
+    train(model, optimizer, 0, 1)
+    param = model.values[0]
+    param.grad = None
+    before = [whole(entry)[0].clone() for entry in model.parameters()]
+    sparse = torch.nn.Parameter(torch.zeros(4, 4))
+    sparse.grad = torch.eye(4).to_sparse()
+    optimizer.add_param_group({"params": [sparse]})
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    errors.append(str(caught.value))
+    assert all(torch.equal(whole(a)[0], b) for a, b in zip(model.parameters(), before, strict=True))
+    return errors
+
+
+def test_errors_are_those_of_all_ranks():
+    """Nothing is stepped, and no rank is left behind."""
+    first, second = on_ranks(_refused, 2)
+    assert first == second and len(first) == 4
+    assert first[3] == "AdamW8bit does not support sparse gradients, please consider SparseAdam instead"

@@ -1,4 +1,4 @@
-"""The CPU cases of test_one_launch.py: the source of the Triton kernels in Triton's interpreter.
+"""The CPU cases of the tests of the launch: the source of the Triton kernels in Triton's interpreter.
 
 They run in a process of their own, because Triton decides between compiler and interpreter when it is imported.
 """
@@ -14,8 +14,11 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-def test_kernels_in_the_interpreter():
-    cases = pathlib.Path(__file__).with_name("test_one_launch.py")
+@pytest.mark.parametrize(
+    "file", ["test_one_launch.py", pytest.param("test_dist_optim_launch.py", marks=pytest.mark.dist)]
+)
+def test_kernels_in_the_interpreter(file):
+    cases = pathlib.Path(__file__).with_name(file)
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", str(cases)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -163,6 +163,8 @@ class Adam8bit(torch.optim.Optimizer):
         if not plan:
             return False
         self._check_capture(group, plan.device)
+        if plan.sharded:
+            grads = [local_grad(param, grad) for param, grad in zip(params, grads, strict=True)]
         hyper = self._refresh_hyper(index, group, plan.device, by_kernel=True)
         self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
         return True

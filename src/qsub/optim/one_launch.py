@@ -18,7 +18,7 @@ from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
 from qsub.optim.scalars_kernel import prepare_kernel
-from qsub.optim.sharding import local, local_grad
+from qsub.optim.sharding import local
 from qsub.optim.step import LEAST_ROOT, N_HYPER
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
@@ -29,6 +29,8 @@ _ELEMENTS_PER_WARP = 512
 # 96 registers let 21 programs run on a multiprocessor; left alone ptxas takes up to 128 (3% slower on an H200), and
 # with 80 it has no room to load ahead (10% slower).
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": 96}
+
+_NOWHERE = 16  # address of a gradient without elements: it is there, but never read
 
 WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor, int], None]
 
@@ -132,7 +134,7 @@ class OneLaunch:
             group: the group's options.
             all_states: the optimizer's state.
             params: parameters that have a gradient.
-            grads: their gradients, whole or local ones.
+            grads: their local gradients.
             hyper: the group's hyper-parameters on that device.
             write_back: called with an int8 weight, its new value, its step, `hyper` and its first row in the whole
                 weight after the launch.
@@ -140,8 +142,6 @@ class OneLaunch:
         Raises:
             RuntimeError: a CUDA graph is being captured and there was no step like this one before.
         """
-        if plan.sharded:
-            grads = [local_grad(param, grad) for param, grad in zip(params, grads, strict=True)]
         if not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
         values = {slot: _value(local(plan.params[slot])) for slot in plan.staged}
@@ -210,10 +210,12 @@ def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dic
     if list(map(id, params)) == plan.ids:
         pointers[::2] = map(Tensor.data_ptr, parts)
         pointers[1::2] = map(Tensor.data_ptr, grads)
+        for slot in plan.empty:
+            pointers[2 * slot + 1] = _NOWHERE
     else:
         for param, part, grad in zip(params, parts, grads, strict=True):
             slot = plan.slots[id(param)]
-            pointers[2 * slot], pointers[2 * slot + 1] = part.data_ptr(), grad.data_ptr()
+            pointers[2 * slot], pointers[2 * slot + 1] = part.data_ptr(), grad.data_ptr() or _NOWHERE
     for slot, value in values.items():
         pointers[2 * slot] = value.data_ptr()
     return pointers
@@ -226,6 +228,8 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
     grid = (triton.cdiv(count, _LANES), 1, 1)
     arguments = (pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, *values)
     launch(prepare_kernel, grid, arguments, (_LANES, decoupled), warps=4, **_OPTIONS)
+    if not plan.programs.shape[0]:  # shards without rows alone
+        return
     constants = (
         plan.kinds,
         block_size,

@@ -24,10 +24,10 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as adam_ker
 
 
 def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
-    """Whether the launch takes this parameter; the others (fp64, empty, dynamic codes) step one by one."""
+    """Whether the launch takes this parameter; the others (fp64, dynamic codes) step one by one."""
     coded = group["state_code"] != "block_float8" and is_8bit(param, group)
     part = local(param)
-    return kernel_dtype(part) in _DTYPES and grad.dtype in _DTYPES and part.numel() > 0 and not coded
+    return kernel_dtype(part) in _DTYPES and grad.dtype in _DTYPES and not coded
 
 
 def kernel_dtype(param: Tensor) -> torch.dtype:
@@ -169,7 +169,10 @@ class Plan:
             row.layout * 9 + _DTYPES[kernel_dtype(part)] * 3 + _DTYPES[dtype]
             for row, part, dtype in zip(rows, parts, grad_dtypes, strict=True)
         ]
-        self.kinds: int = functools.reduce(operator.or_, (1 << kind for kind in kinds))
+        # A shard may have no rows here. It has no programs then, but its step counts, as on the other ranks.
+        self.empty = [slot for slot, part in enumerate(parts) if part.numel() == 0]
+        used = (1 << kind for row, kind in zip(rows, kinds, strict=True) if row.chunks)
+        self.kinds: int = functools.reduce(operator.or_, used, 0)
         self.aligned = [row.layout not in (kernel.RAGGED.value, kernel.FLOAT_RAGGED.value) for row in rows]
         self.steps = _gather_steps(states, device)
         for state, view in zip(states, self.steps.unbind(), strict=True):
