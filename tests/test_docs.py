@@ -136,6 +136,13 @@ def test_the_site_builds_strictly(tmp_path):
     assert "Replace the weight of each nn.Linear by an Int8RowwiseTensor" in api
 
 
+def test_links_of_the_readme_lead_somewhere():
+    """mkdocs checks those of the site."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert "docs/quick-start.md" in links
+    assert not [link for link in links if "://" not in link and not (ROOT / link).is_file()]
+
+
 @pytest.mark.slow
 def test_plots_of_the_concepts(tmp_path):
     """All are drawn, and show what the page says of them."""
