@@ -188,3 +188,23 @@ def test_a_fresh_process_loads_the_file(tmp_path):
         "assert torch.equal(m(x), torch.load(sys.argv[1] + '/output.pt'))\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    "where", [None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _: storage, "meta"]
+)
+@pytest.mark.parametrize("kind", ["weight", "state"])
+def test_every_map_location_of_torch_load(tmp_path, kind, where):
+    if kind == "weight":
+        saved = nn.Parameter(Int8RowwiseTensor.from_float(torch.randn(4, 8), activations="int8"), requires_grad=True)
+    else:
+        saved = qsub.Blockwise8bitTensor.from_float(torch.randn(4, 80), 64, "float8_signed")
+    torch.save({"x": saved}, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", map_location=where)["x"]
+    assert type(loaded) is type(saved) and isinstance(loaded, nn.Parameter) == isinstance(saved, nn.Parameter)
+    assert loaded.requires_grad == saved.requires_grad
+    assert loaded.__tensor_flatten__() == saved.__tensor_flatten__()
+    for name in loaded.__tensor_flatten__()[0]:
+        part = getattr(loaded, name)
+        assert part.device.type == loaded.device.type == ("meta" if where == "meta" else "cpu")
+        assert where == "meta" or torch.equal(part, getattr(saved, name))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qsub.tensors import dynamic_codes
 from qsub.tensors import state_codes as math8
-from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, view_of
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced, view_of
 
 aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
@@ -211,6 +211,10 @@ class Blockwise8bitTensor(Tensor):
     def like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
         """A tensor of other inner tensors with the remaining fields of this one."""
         return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """torch.save, pickle, copy."""
+        return reduced(self)
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch.compile's caches."""

@@ -101,3 +101,22 @@ def cache_key(tensor: Any) -> str:
     names, meta = tensor.__tensor_flatten__()
     inner = [(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in (getattr(tensor, n) for n in names)]
     return str((type(tensor).__qualname__, tensor.shape, tensor.requires_grad, sorted(meta.items()), inner))
+
+
+def reduced(tensor: Any) -> tuple[Any, ...]:
+    """For `__reduce_ex__`: a tensor as its parts, so that torch.load takes any map_location.
+
+    torch's own way for subclasses (2.13) takes no functions there, and a function is what Lightning passes.
+    """
+    names, meta = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    return rebuild, (type(tensor), inner, meta, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
+
+
+def rebuild(kind: Any, inner: dict[str, Tensor], meta: dict[str, Any], requires_grad: bool, parameter: bool) -> Tensor:
+    """Inverse of `reduced`; pickles name it."""
+    tensor = kind.__tensor_unflatten__(inner, meta, None, None)
+    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([rebuild])

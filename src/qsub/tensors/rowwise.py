@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import OpTable, cache_key, float_dtype
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced
 
 OPS = OpTable(
     "Int8RowwiseTensor",
@@ -195,6 +195,10 @@ class Int8RowwiseTensor(torch.Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any):
         """Inverse of `__tensor_flatten__`."""
         return cls(inner["int_data"], inner["scale"], **meta)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """torch.save, pickle, copy."""
+        return reduced(self)
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch.compile's caches."""
