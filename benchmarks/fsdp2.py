@@ -1,7 +1,7 @@
 """Training of a Llama-shaped model (1.236B parameters) under fully_shard: memory, time and bytes gathered on N GPUs.
 
-Random weights and tokens, bf16, no recomputation. Each way of training starts from the same weights; its loss must fall.
-Bytes gathered are those of the outputs of all-gathers in a step, counted where torch.distributed is called.
+Random weights and tokens, bf16, no recomputation. Each way of training starts from the same weights, and its loss must
+fall. Bytes gathered are those of the outputs of all-gathers in a step, counted where torch.distributed is called.
 
     torchrun --nproc_per_node=2 benchmarks/fsdp2.py
     torchrun --nproc_per_node=2 benchmarks/fsdp2.py --device cpu --small --output /tmp/fsdp2
