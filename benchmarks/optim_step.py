@@ -55,6 +55,13 @@ def _peer(module: str, name: str, **options: Any) -> Callable[..., Any]:
     return lambda params, **kwargs: getattr(importlib.import_module(module), name)(params, **options, **kwargs)
 
 
+def _flashoptim(params: list[torch.nn.Parameter], **kwargs: Any) -> Any:
+    """Its default of 24-bit master weights is for parameters of fewer bits, and refused for others."""
+    flashoptim = importlib.import_module("flashoptim")
+    bits = None if params[0].dtype == torch.float32 else 24
+    return flashoptim.FlashAdamW(params, master_weight_bits=bits, **kwargs)
+
+
 # Name: (module that must be there, how to make it, bytes moved per parameter of `size` bytes, or None)
 OPTIMIZERS: dict[str, tuple[str, Callable[..., Any], Callable[[int], float] | None]] = {
     "torch fused": ("torch", _peer("torch.optim", "AdamW", fused=True), lambda size: 7 * size),
@@ -66,7 +73,7 @@ OPTIMIZERS: dict[str, tuple[str, Callable[..., Any], Callable[[int], float] | No
     "qsub eager": ("torch", _qsub("eager"), None),
     "bitsandbytes": ("bitsandbytes", _peer("bitsandbytes.optim", "AdamW8bit"), None),
     "torchao": ("torchao", _peer("torchao.optim", "AdamW8bit"), None),
-    "flashoptim": ("flashoptim", _peer("flashoptim", "FlashAdamW"), None),
+    "flashoptim": ("flashoptim", _flashoptim, None),
     "torch-optimi": ("optimi", _peer("optimi", "AdamW", triton=True), None),
 }
 DEFAULTS = {
