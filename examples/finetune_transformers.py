@@ -1,0 +1,80 @@
+"""Adapters on a language model with int8 weights, trained by transformers' Trainer with 8-bit AdamW.
+
+    python examples/finetune_transformers.py FOLDER TEXT.txt OUT [--steps 50]
+
+FOLDER holds a causal language model for from_pretrained, TEXT.txt what it learns. OUT/adapter gets the adapters, and
+OUT/merged the float model with them, since int8 would round small changes away. Needed: pip install
+"qsub[transformers]" peft
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+import qsub
+
+
+class Blocks(Dataset):
+    """A text as blocks of tokens, each its own label."""
+
+    def __init__(self, text: str, tokenizer: Any, length: int) -> None:
+        tokens = torch.tensor(tokenizer(text)["input_ids"])
+        self.blocks = tokens[: len(tokens) // length * length].view(-1, length)  # (blocks, length)
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
+
+
+def finetune(folder: Path, text: str, out: Path, steps: int = 50, length: int = 128) -> list[float]:
+    """Train adapters on an int8 model, save them and the merged model; returns the losses."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=qsub.QsubConfig(), dtype=dtype, device_map="auto"
+    )
+    model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.print_trainable_parameters()
+    arguments = TrainingArguments(
+        output_dir=str(out / "checkpoints"),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        lr_scheduler_type="cosine",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+    )
+    groups = qsub.optim.param_groups(model, weight_decay=0.01)
+    trainer = Trainer(
+        model,
+        arguments,
+        train_dataset=Blocks(text, tokenizer, length),
+        optimizer_cls_and_kwargs=(qsub.optim.AdamW8bit, {"lr": 1e-3, "params": groups}),
+    )
+    trainer.train()
+    model.save_pretrained(out / "adapter")
+    qsub.dequantize_(model).merge_and_unload().save_pretrained(out / "merged")
+    tokenizer.save_pretrained(out / "merged")
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=50)
+    options = parser.parse_args()
+    losses = finetune(options.folder, options.text.read_text(encoding="utf-8"), options.out, options.steps)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved under {options.out}")
+
+
+if __name__ == "__main__":
+    main()
