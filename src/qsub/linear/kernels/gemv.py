@@ -92,9 +92,12 @@ def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quanti
     n, k = int_data.shape
     # (weight rows, depth, warps) of a program, and cache lines fetched ahead. Many small programs keep the most loads
     # in flight; once they fill the device, fetching ahead only adds to them. Measured on H200 for N from 512 to 128256.
-    bn, bk, warps = (4, 1024, 2) if 1024 < n <= 4096 else (4, 512, 1)
-    ahead = 16 if n <= 8192 else 0
     overlap = overlaps(x.device)
+    if overlap:
+        bn, bk, warps = (4, 1024, 2) if 1024 < n <= 4096 else (4, 512, 1)
+    else:
+        bn, bk, warps = (4, 512, 1) if n >= 4096 else (4, 512, 2) if n > 1024 else (4, 1024, 4)
+    ahead = 16 if n <= 8192 else 0
     out = torch.empty(1, n, device=x.device, dtype=x.dtype)
     row = min(triton.next_power_of_2(k), 4096 * warps) if quantize else 1
     arguments = (x, int_data, scale, bias, out, n, k, int_data.stride(0))
