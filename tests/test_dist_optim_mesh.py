@@ -19,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from qsub import Blockwise8bitTensor
+from qsub import Blockwise8bitTensor, Int8RowwiseTensor
 from qsub.optim import AdamW8bit
+from qsub.optim.sharding import as_dtensor
 
 pytestmark = pytest.mark.dist
 WIDE = [(20, 256), (16, 4, 128), (7, 18)]  # halves of dim 1: 128, 2 * 128, and 9 with fp32 state
@@ -179,6 +180,31 @@ def _one_dimension(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameters_of_one_dimension_keep_fp32_state(world_size):
     on_ranks(_one_dimension, world_size, world_size)
+
+
+def _int8_rows(rank):
+    """A trainable int8 weight whose rows are shared out: each draws the random bits of its row in the whole."""
+    twin = Bag(shapes=[(65, 80)])
+    placed = sharded_bag(shapes=[(65, 80)]).values[0]
+    local = Int8RowwiseTensor.from_float(placed.to_local().detach())
+    model = nn.Module()
+    model.weight = nn.Parameter(as_dtensor(placed, local))
+    twin.values[0] = nn.Parameter(Int8RowwiseTensor.from_float(twin.values[0].detach()), requires_grad=True)
+    for run in (model, twin):
+        optimizer = AdamW8bit(run.parameters(), lr=1e-2, backend="eager")
+        for step in range(3):
+            grad = torch.randn(65, 80, generator=torch.Generator().manual_seed(step))
+            for param in run.parameters():
+                param.grad = as_dtensor(placed, like(grad, placed).to_local()) if run is model else grad
+            optimizer.step()
+    whole_weight = twin.values[0]
+    rows = slice(0, 33) if rank == 0 else slice(33, 65)
+    assert torch.equal(local.int_data, whole_weight.int_data[rows])
+    assert torch.equal(local.scale, whole_weight.scale[rows])
+
+
+def test_rows_of_a_trainable_int8_weight():
+    on_ranks(_int8_rows, 2)
 
 
 # ---- Two mesh dimensions ----

@@ -108,14 +108,16 @@ def test_a_broadcast_from_the_first_rank_leaves_all_with_the_same_state(sharded)
 # ---- torch.distributed.checkpoint on other numbers of ranks ----
 
 
-def _save(rank, path, asynchronous, options):
+def _save(rank, path, how, options):
     model = sharded_bag()
     optimizer = _trained(model, **options)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     content = {"model": model_state, "optimizer": optimizer_state}
-    if asynchronous:
-        # a group of its own, as the steps below have collectives too
-        saving = dcp.async_save(content, checkpoint_id=path, process_group=dist.new_group(backend="gloo"))
+    if how != "saved":
+        # a writer given stages by itself, in another way; a group of its own, as the steps below have collectives too
+        writer = dcp.FileSystemWriter(path) if how == "staged by the writer" else None
+        group = dist.new_group(backend="gloo")
+        saving = dcp.async_save(content, checkpoint_id=path, storage_writer=writer, process_group=group)
         train(model, optimizer, 3, 5)  # what is written must not change under way
         saving.result()
     else:
@@ -144,17 +146,17 @@ def _load(rank, path, sharded, options):
     return differs(model, other)
 
 
-CASES = {
-    "saved": (False, {}),
-    "saved in the background": (True, {"amsgrad": True}),
-    "dynamic code": (False, {"state_code": "dynamic", "block_size": 256}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_saved_on_two_ranks_and_loaded_on_other_numbers(tmp_path, case):
-    asynchronous, options = CASES[case]
-    on_ranks(_save, 2, str(tmp_path), asynchronous, options)
+@pytest.mark.parametrize(
+    "how, options",
+    [
+        ("saved", {}),
+        ("saved", {"state_code": "dynamic", "block_size": 256}),
+        ("in the background", {"amsgrad": True}),
+        ("staged by the writer", {}),
+    ],
+)
+def test_saved_on_two_ranks_and_loaded_on_other_numbers(tmp_path, how, options):
+    on_ranks(_save, 2, str(tmp_path), how, options)
     for world_size, sharded in ((1, False), (1, True), (2, True), (3, True)):
         assert on_ranks(_load, world_size, str(tmp_path), sharded, options) == [True] * world_size
 

@@ -115,6 +115,27 @@ def test_clipped_gradients():
     on_ranks(_clip, 2)
 
 
+def _scaled(rank):
+    """The third of four steps overflows, in what one rank does."""
+    model = _shard(Net())
+    optimizer = new_optimizer(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    steps = []
+    for step in range(4):
+        loss = model(_batch(step)).square().mean()
+        scaler.scale(loss * float("inf") if (rank, step) == (1, 2) else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        steps.append(int(optimizer.state_dict()["state"][0]["step"]))
+    assert all(whole(param)[0].isfinite().all() for param in model.parameters())
+    return steps, scaler.get_scale()
+
+
+def test_a_gradient_scaler_skips_a_step_on_all_ranks():
+    assert on_ranks(_scaled, 2) == [([1, 2, 2, 3], 512.0)] * 2
+
+
 # ---- DDP ----
 
 
