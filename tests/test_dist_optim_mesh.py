@@ -182,6 +182,39 @@ def test_parameters_of_one_dimension_keep_fp32_state(world_size):
     on_ranks(_one_dimension, world_size, world_size)
 
 
+NORM = [(4096,)]
+
+
+def _save_norm(rank, path, sharded):
+    model = sharded_bag(shapes=NORM) if sharded else Bag(shapes=NORM)
+    state = get_optimizer_state_dict(model, _run(model))
+    dcp.save({"optimizer": state}, checkpoint_id=path)
+    return [x.tolist() for x in whole(state["state"]["values.0"]["exp_avg_sq"])]
+
+
+def _load_norm(rank, path, sharded):
+    model = sharded_bag(shapes=NORM) if sharded else Bag(shapes=NORM)
+    optimizer = new_optimizer(model)
+    target = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(target, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, target["optimizer"])
+    return [x.tolist() for x in whole(optimizer.state_dict()["state"][0]["exp_avg_sq"])]
+
+
+def test_state_of_one_dimension_goes_from_shards_to_one_process_and_back(tmp_path):
+    """fp32 in shards, 8 bits in one process: encoded to nearest, and decoded."""
+    code = (64, "float8_unsigned")
+    values = on_ranks(_save_norm, 2, str(tmp_path / "shards"), True)[0]
+    codes, scale = on_ranks(_load_norm, 1, str(tmp_path / "shards"), False)[0]
+    wanted = Blockwise8bitTensor.from_float(torch.tensor(values[0]), *code)
+    assert (wanted.codes.tolist(), wanted.scale.tolist()) == (codes, scale)
+    codes, scale = (
+        torch.tensor(x, dtype=torch.uint8) for x in on_ranks(_save_norm, 1, str(tmp_path / "one"), False)[0]
+    )
+    loaded = on_ranks(_load_norm, 2, str(tmp_path / "one"), True)[0]
+    assert torch.equal(torch.tensor(loaded[0]), Blockwise8bitTensor(codes, scale, *code).dequantize())
+
+
 def _int8_rows(rank):
     """A trainable int8 weight whose rows are shared out: each draws the random bits of its row in the whole."""
     twin = Bag(shapes=[(65, 80)])

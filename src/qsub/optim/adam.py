@@ -21,6 +21,9 @@ class Adam8bit(torch.optim.Optimizer):
     The step is torch.optim.Adam's (arXiv 1412.6980) in fp32; between steps the two moments are kept in 8 bits an
     element and two bytes for each block. See `qsub.optim.step` and `qsub.tensors.state_codes`.
 
+    Parameters may be DTensors (`fully_shard`, tensor parallel): a step works on what this rank holds of them and calls
+    no collective, and `state_dict` shows the moments as DTensors too.
+
     Args:
         params: parameters or parameter groups, as in torch.optim. A group may set any of the options below.
         lr: learning rate, a float or a 1-element tensor.

@@ -13,24 +13,22 @@ import torch
 from torch import Tensor
 
 
-def _class() -> Any:
-    """DTensor, if anyone has imported it: without that import there are none, and it takes a while."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
-
-
 def is_dtensor(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor."""
-    kind = _class()
-    return kind is not None and isinstance(tensor, kind)
+    """Whether `tensor` is a DTensor. Without an import of that class there are none, and it takes a while."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Any:
     """The part of a DTensor that this rank holds, the same object each time; any other tensor itself."""
     if not is_dtensor(tensor):
         return tensor
-    part: Any = tensor._local_tensor  # type: ignore[attr-defined]  # to_local() makes a view of a parameter's
-    return part.wait() if hasattr(part, "wait") else part  # a collective may still be writing it
+    return _waited(tensor._local_tensor)  # type: ignore[attr-defined]  # to_local() makes a view of a parameter's
+
+
+def _waited(part: Any) -> Any:
+    """The tensor itself, where a collective may still be writing it."""
+    return part if type(part) is Tensor or not hasattr(part, "wait") else part.wait()
 
 
 def local_grad(param: Tensor, grad: Tensor) -> Tensor:
@@ -48,7 +46,7 @@ def local_grad(param: Tensor, grad: Tensor) -> Tensor:
         raise TypeError(f"the gradient of a DTensor must be one, too, got {type(grad).__name__}. Set it by backward().")
     if here.placements != there.placements:
         here = here.redistribute(there.device_mesh, there.placements)
-    return local(here)
+    return _waited(here._local_tensor)
 
 
 def offsets(param: Tensor) -> tuple[int, ...]:
@@ -88,7 +86,7 @@ def as_dtensor(param: Tensor, value: Tensor) -> Tensor:
     stride = torch.empty(param.shape, device="meta").stride()
     spec.tensor_meta = spec.tensor_meta._replace(dtype=value.dtype, stride=stride)
     # Not from_local, which moves state that is offloaded to the CPU to the device of the mesh.
-    return _class()(value, spec, requires_grad=False)
+    return sys.modules["torch.distributed.tensor"].DTensor(value, spec, requires_grad=False)
 
 
 def part_of(value: Tensor, param: Tensor) -> Any:
