@@ -1,7 +1,8 @@
-"""Draw the CSV files of the benchmarks: bars of optim_step.py, loss curves of train_vit.py.
+"""Draw the CSV files of the benchmarks: bars of optim_step.py, loss curves of train_vit.py, ratios of linear.py.
 
 python benchmarks/plot.py benchmarks/results/optim_step.csv
 python benchmarks/plot.py benchmarks/results/train_vit-curves.csv --out curves.png
+python benchmarks/plot.py benchmarks/results/linear.csv
 """
 
 import argparse
@@ -51,6 +52,27 @@ def draw_curves(rows: list[Row], width: int = 25) -> None:
     figure.tight_layout()
 
 
+def draw_linear(rows: list[Row], layer: tuple[str, str] = ("14336", "4096")) -> None:
+    """Time of each mode over that of bf16, by the number of rows, forward and backward."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        here = [row for row in rows if row["pass"] == direction and (row["n"], row["k"]) == layer]
+        for mode in dict.fromkeys(row["mode"] for row in here):
+            points = sorted((int(row["rows"]), float(row["ratio"])) for row in here if row["mode"] == mode)
+            axis.plot(*zip(*points, strict=True), marker="." if mode != "bf16" else "", label=mode)
+        axis.set(title=f"{direction}, {' x '.join(layer)}", xlabel="rows of x", xscale="log", yscale="log")
+        axis.set_xticks([int(row["rows"]) for row in here if row["mode"] == "bf16"], minor=False)
+        axis.set_yticks(ticks := [0.5, 0.7, 1, 1.5, 2, 3], map(str, ticks))
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        for places in (axis.xaxis, axis.yaxis):
+            places.set_minor_formatter(NullFormatter())
+        axis.tick_params(axis="x", labelsize=8)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("time over that of bf16 F.linear")
+    axes[0].legend()
+    figure.tight_layout()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=pathlib.Path)
@@ -58,7 +80,8 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.csv, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    draw_curves(rows) if "loss" in rows[0] else draw_bars(rows)
+    draw = draw_curves if "loss" in rows[0] else draw_linear if "pass" in rows[0] else draw_bars
+    draw(rows)
     target = args.out or args.csv.with_suffix(".png")
     plt.savefig(target, dpi=120)
     print(target)

@@ -57,6 +57,9 @@ def pivot(row: str, column: str, **values: str) -> Callable[[list[Row]], list[Ro
             table.setdefault(line[row], dict(line))
             cells.setdefault((line[row], line[column]), []).append(line)
         for (name, heading), lines in cells.items():
+            if not all(line[key] for line in lines for key in values):
+                table[name][heading] = "fails"  # the file has the error
+                continue
             means = (format(fmean(float(line[key]) for line in lines), form) for key, form in values.items())
             table[name][heading] = " / ".join(means)
         return list(table.values())
@@ -144,15 +147,17 @@ TABLES = {
         "train_vit.csv",
         {
             "optim": "optimizer",
+            "schedule": "lr",
             "ms_per_step": "ms a step",
             "max_memory_gib": "GiB",
             "final_loss": "loss",
             "accuracy": "accuracy",
         },
+        reshape=lambda rows: [{**row, "schedule": "cosine" if row["cosine"] == "True" else "constant"} for row in rows],
     ),
-    "linear-forward": _linear("linear.csv", "forward", ("64", "256", "1024", "4096", "16384"), _MODES),
-    "linear-backward": _linear("linear.csv", "backward", ("64", "256", "1024", "4096", "16384"), _MODES),
-    "linear-few-rows": _linear("linear-few-rows.csv", "forward", ("1", "16"), _MODES),
+    "linear-forward": _linear("linear.csv", "forward", ("256", "1024", "4096", "16384"), _MODES),
+    "linear-backward": _linear("linear.csv", "backward", ("256", "1024", "4096", "16384"), _MODES),
+    "linear-few-rows": _linear("linear.csv", "forward", ("1", "16", "64"), _MODES),
     "linear-cpu": Table(
         "linear-cpu.csv",
         {"mode": "4096 x 4096, ms / against fp32", **{number: f"{number} rows" for number in ("1", "4", "32", "512")}},

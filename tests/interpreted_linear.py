@@ -84,7 +84,7 @@ def test_row_codes(k):
 @pytest.mark.parametrize(("m", "n", "k"), [(2, 96, 64), (17, 64, 96), (33, 130, 272), (70, 48, 1040)])
 @pytest.mark.parametrize("split", [1, 3])
 def test_digits(monkeypatch, m, n, k, split):
-    monkeypatch.setattr(digits, "_tile", lambda *_: digits._Tile(32, 32, 64, 2, 4, split))
+    monkeypatch.setattr(digits, "_tile", lambda *_: digits._Tile(32, 32, 64, 2, split))
     codes, scale = make_weight(n, k)
     x, bias = torch.randn(m, k).bfloat16(), torch.randn(n)
     truth = x.double() @ float_weight(codes, scale).t() + bias.double()
@@ -98,9 +98,9 @@ def test_digits(monkeypatch, m, n, k, split):
 @pytest.mark.parametrize("count", [2, 34, 65, 128, 129, 512])
 @pytest.mark.parametrize("n", [1, 512, 2048, 8192, 128256])
 def test_tile_of_digits(count, n):
-    """A tile holds all digits or 256 of them, and splitting the depth never makes more programs than there is room."""
+    """A tile holds all digits or 128 of them, and splitting the depth never makes more programs than there is room."""
     tile = digits._tile(count, n, 132)
-    assert tile.digits >= min(count, 256) and tile.digits < max(32, 2 * count)
+    assert tile.digits >= min(count, 128) and tile.digits < max(32, 2 * count)
     programs = -(-count // tile.digits) * -(-n // tile.bn) * tile.split
     assert tile.split == 1 or programs <= 132
     assert tile.stages * tile.bk * (tile.digits + tile.bn) <= 227 * 1024

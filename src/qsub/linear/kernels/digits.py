@@ -29,13 +29,12 @@ LARGEST_ROW = 32768  # columns of a row that one program holds in registers
 
 
 class _Tile(NamedTuple):
-    """Digits, weight rows and depth of a program's step, stages, warps, and programs that share an output."""
+    """Digits, weight rows and depth of a program's step, stages, and programs that share an output."""
 
     digits: int
     bn: int
     bk: int
     stages: int
-    warps: int
     split: int
 
 
@@ -145,23 +144,19 @@ def _tile(digits: int, n: int, sms: int) -> _Tile:
     With less than one program per multiprocessor, each keeps as much of W in flight as its memory holds; with more,
     two share one. Measured on H200 for N and K from 512 to 128256.
     """
-    if digits > 256:
-        bd, bn, warps = 256, 128, 8
-    else:
-        bd, bn, warps = max(16, triton.next_power_of_2(digits)), 64, 4
+    bd = min(128, max(16, triton.next_power_of_2(digits)))
+    bn = 128 if digits > 128 and triton.cdiv(digits, bd) * triton.cdiv(n, 128) > sms else 64
     tiles = triton.cdiv(digits, bd) * triton.cdiv(n, bn)
     if bd <= 32:
         bk, stages = 256, 5
-    elif bd <= 64:
-        bk, stages = 256, 4
-    elif bd <= 128:
-        bk, stages = (256, 3) if tiles <= sms else (128, 4)
+    elif bd == 64:
+        bk, stages = (256, 4) if tiles <= sms else (128, 5)
     else:
-        bk, stages = 128, 4
+        bk, stages = (256, 3) if tiles <= sms else (128, 3 if bn == 128 else 4)
     split = 1
     while split < 8 and 2 * split * tiles <= sms:
         split *= 2
-    return _Tile(bd, bn, bk, stages, warps, split)
+    return _Tile(bd, bn, bk, stages, split)
 
 
 def takes(x: Tensor, int_data: Tensor) -> bool:
@@ -201,7 +196,7 @@ def digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, in
     grid = (triton.cdiv(count * m, tile.digits) * triton.cdiv(n, tile.bn), tile.split, 1)
     arguments = (a, b, int_data, target, row_scale, scale, bias, m, n, k, int_data.stride(0))
     constants = (bias is not None, count, tile.digits, tile.bn, tile.bk, tile.split, overlap)
-    launch(digit_gemm_kernel, grid, arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)
+    launch(digit_gemm_kernel, grid, arguments, constants, 4, tile.stages, launch_pdl=overlap)
     if tile.split > 1:
         arguments = (target, out, row_scale, scale, bias, m, n)
         constants = (bias is not None, tile.split, 1024, overlap)

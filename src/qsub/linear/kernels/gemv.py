@@ -79,6 +79,18 @@ def gemv_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < N)
 
 
+def _tile(n: int, overlap: bool) -> tuple[int, int, int, int]:
+    """Weight rows, depth and warps of a program, and cache lines fetched ahead.
+
+    Many small programs keep the most loads in flight; few outputs need more warps along the depth. Once programs fill
+    the device, fetching ahead only adds to them. Measured on H200 for N from 512 to 128256.
+    """
+    ahead = 16 if n <= 8192 else 0
+    if overlap:
+        return (4, 1024, 2, ahead) if 1024 < n <= 4096 else (4, 512, 1, ahead)
+    return (4, 512, 1, ahead) if n >= 4096 else (4, 512, 2, ahead) if n > 1024 else (4, 1024, 4, ahead)
+
+
 def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quantize: bool) -> Tensor:
     """Product of one row: (1, K) x (N, K) -> (1, N) in the dtype of x.
 
@@ -90,14 +102,8 @@ def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quanti
         quantize: quantize x to int8 first. The sum of products of codes is then formed in fp32, exact up to 2**24.
     """
     n, k = int_data.shape
-    # (weight rows, depth, warps) of a program, and cache lines fetched ahead. Many small programs keep the most loads
-    # in flight; once they fill the device, fetching ahead only adds to them. Measured on H200 for N from 512 to 128256.
     overlap = overlaps(x.device)
-    if overlap:
-        bn, bk, warps = (4, 1024, 2) if 1024 < n <= 4096 else (4, 512, 1)
-    else:
-        bn, bk, warps = (4, 512, 1) if n >= 4096 else (4, 512, 2) if n > 1024 else (4, 1024, 4)
-    ahead = 16 if n <= 8192 else 0
+    bn, bk, warps, ahead = _tile(n, overlap)
     out = torch.empty(1, n, device=x.device, dtype=x.dtype)
     row = min(triton.next_power_of_2(k), 4096 * warps) if quantize else 1
     arguments = (x, int_data, scale, bias, out, n, k, int_data.stride(0))
