@@ -5,6 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 export HF_HUB_OFFLINE := 1
 export TRANSFORMERS_OFFLINE := 1
+export NO_MKDOCS_2_WARNING := 1
 
 DEBIAN := dataset-fashion-mnist r-cran-janeaustenr r-cran-modeldata
 
