@@ -183,7 +183,17 @@ def test_inspect_tells_a_wrong_original(tmp_path, capsys):
     assert same["sqnr_db"] is None and same["exact"] is True
 
 
-def test_both_ways_to_call_it():
+def test_help(capsys):
+    code, out, err = qsub(capsys, "--help")
+    assert code == 0 and "Exit codes:" in out and err == ""
+    code, out, err = qsub(capsys)
+    assert code == 2 and "Exit codes:" in err and out == ""
+    for command in ("quantize", "dequantize", "inspect", "convert"):
+        code, out, _ = qsub(capsys, command, "--help")
+        assert code == 0 and f"qsub {command} [OPTIONS]" in out
+
+
+def test_version_of_the_module():
     process = start("--version")
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and package.__version__ in out and err == ""
