@@ -21,6 +21,7 @@ import qsub
 from qsub import Int8RowwiseTensor, QsubConfig
 from qsub.interop.hf_config import int8_weights
 from qsub.interop.transformers import from_bitsandbytes
+from qsub.streaming.source import open_source
 
 CLASSES = {"minilm": AutoModel, "smollm2": AutoModelForCausalLM}
 MODES = [{}, {"activations": "int8"}, {"activations": "int8", "outlier_threshold": 6.0}, {"backward": "int8"}]
@@ -190,9 +191,14 @@ def test_the_file_is_that_of_save_file(tmp_path):
 
 def test_shards(tmp_path):
     model = qsub.quantize_(tiny_llama())
-    model.save_pretrained(tmp_path, max_shard_size="4KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
+    model.save_pretrained(tmp_path, max_shard_size="1KB")
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert files["lm_head.weight.int_data"] != files["lm_head.weight.scale"]
     assert equal_state(load(tmp_path), model)
+    other = tiny_llama()
+    other.load_state_dict(qsub.load_file(tmp_path), assign=True)
+    assert equal_state(other, model)
+    assert len(open_source(tmp_path).quantized) == 15  # what the command line sees
 
 
 def test_a_headless_model_and_back(tmp_path):

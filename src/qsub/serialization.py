@@ -14,7 +14,8 @@ Any reader of safetensors can read such a file; int8 data times scale / 127 is t
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -207,32 +208,55 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
     """
     safetensors = safetensors_package()
     main = locate(Path(path))[1]
-    if not main.name.endswith(INDEX):
-        return _load_one(main, safetensors, device)
-    result: dict[str, Tensor] = {}
-    for name in sorted(set(weight_map(main).values())):
-        result.update(_load_one(main.with_name(name), safetensors, device))
-    return result
-
-
-def _load_one(path: Path, safetensors: Any, device: str | torch.device) -> dict[str, Tensor]:
-    try:
-        with safetensors.safe_open(path, framework="pt", device=str(device)) as file:
-            names = set(file.keys())
-            header = read_header(file, path)
-            for name, fields in header["tensors"].items():
-                check_parts(file, names, name, fields, path)
-            inner = {f"{name}.{key}" for name, f in header["tensors"].items() for key in INNER[f["class"]]}
-            known = (names - inner) | set(header["tensors"])
-            for name, source in header["shared"].items():
-                if source not in known:
-                    raise ValueError(f"{path}: {name!r} shares {source!r}, which is missing")
-            result = {name: file.get_tensor(name) for name in file.keys() if name not in inner}  # noqa: SIM118
-            for name, fields in header["tensors"].items():
-                parts = [file.get_tensor(f"{name}.{key}") for key in INNER[fields["class"]]]
-                result[name] = build(fields["class"], parts, fields)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+    index = main.name.endswith(INDEX)
+    paths = [main.with_name(name) for name in sorted(set(weight_map(main).values()))] if index else [main]
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_file(path, safetensors, device)) for path in paths]
+        file, header = Joined(files), join_headers([read_header(f, p) for f, p in zip(files, paths, strict=True)])
+        names = set(file.keys())
+        for name, fields in header["tensors"].items():
+            check_parts(file, names, name, fields, main)
+        inner = {f"{name}.{key}" for name, f in header["tensors"].items() for key in INNER[f["class"]]}
+        known = (names - inner) | set(header["tensors"])
+        for name, source in header["shared"].items():
+            if source not in known:
+                raise ValueError(f"{main}: {name!r} shares {source!r}, which is missing")
+        result = {name: file.get_tensor(name) for name in file.keys() if name not in inner}  # noqa: SIM118
+        for name, fields in header["tensors"].items():
+            parts = [file.get_tensor(f"{name}.{key}") for key in INNER[fields["class"]]]
+            result[name] = build(fields["class"], parts, fields)
     for name, source in header["shared"].items():
         result[name] = result[source]
     return result
+
+
+def open_file(path: Path, safetensors: Any, device: str | torch.device = "cpu") -> Any:
+    """An open file of safetensors, whose header has been checked; ValueError that names it if it isn't whole."""
+    try:
+        return safetensors.safe_open(path, framework="pt", device=str(device))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+
+
+def join_headers(headers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One header of those of several files, of which each may tell of the tensors in all."""
+    return {key: {k: v for header in headers for k, v in header[key].items()} for key in ("tensors", "shared")}
+
+
+class Joined:
+    """Open files as one: transformers splits by size, so that the parts of a tensor may be in different files."""
+
+    def __init__(self, files: list[Any]) -> None:
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def keys(self) -> Iterable[str]:
+        """Names of all stored tensors."""
+        return self._files.keys()
+
+    def get_slice(self, name: str) -> Any:
+        """Shape and dtype of a tensor, unread."""
+        return self._files[name].get_slice(name)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """A tensor, read."""
+        return self._files[name].get_tensor(name)

@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ import torch
 from torch import Tensor
 
 from qsub.checkpoint_files import INDEX, locate, read_json, weight_map
-from qsub.serialization import INNER, check_parts, read_header, safetensors_package
+from qsub.serialization import (
+    INNER,
+    Joined,
+    check_parts,
+    join_headers,
+    open_file,
+    read_header,
+    safetensors_package,
+)
 
 CHUNK = 1 << 22  # bytes that are read and written at a time
 DTYPES = {
@@ -144,8 +153,16 @@ def open_source(path: Path) -> Source:
     table = weight_map(index) if index else {}
     files = [main.with_name(name) for name in sorted(set(table.values()))] if index else [main]
     source = Source(path, kind, files, index)
-    for file in source.files:
-        _read_file(source, file)
+    package = safetensors_package()
+    with ExitStack() as stack:
+        opened = [stack.enter_context(open_file(file, package)) for file in files]
+        header = join_headers([read_header(each, file) for each, file in zip(opened, files, strict=True)])
+        for file in files:
+            _read_file(source, file)
+        joined, names = Joined(opened), set(source.entries)
+        for name, fields in header["tensors"].items():
+            check_parts(joined, names, name, fields, main)
+    source.quantized, source.shared = header["tensors"], header["shared"]
     missing = [name for name in table if name not in source.entries]
     if missing:
         raise ValueError(f"{index}: {missing[0]!r} is in none of the files ({len(missing)} such tensors)")
@@ -153,15 +170,6 @@ def open_source(path: Path) -> Source:
 
 
 def _read_file(source: Source, file: Path) -> None:
-    package = safetensors_package()
-    try:
-        with package.safe_open(file, framework="pt") as opened:  # checks that offsets fit each other and the file
-            header = read_header(opened, file)
-            names = set(opened.keys())
-            for name, fields in header["tensors"].items():
-                check_parts(opened, names, name, fields, file)
-    except package.SafetensorError as error:
-        raise ValueError(f"{file}: not a whole safetensors file ({error})") from error
     with open(file, "rb") as opened:
         length = struct.unpack("<Q", opened.read(8))[0]
         entries = json.loads(opened.read(length))
@@ -172,8 +180,6 @@ def _read_file(source: Source, file: Path) -> None:
         begin, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
         source.entries[name] = Entry(name, entry["dtype"], shape, file, 8 + length + begin, end - begin)
-    source.quantized.update(header["tensors"])
-    source.shared.update(header["shared"])
     source.metadata[file] = {key: value for key, value in metadata.items() if key != "qsub"}
 
 
