@@ -13,6 +13,7 @@ from accelerate import (
     load_checkpoint_and_dispatch,
 )
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_module_tensor_to_device
 from hf_models import folder_of, output, tokens
@@ -223,3 +224,27 @@ def test_prepare_keeps_the_state_of_a_used_optimizer(accelerator):
         for name, value in state.items():
             assert type(value) is type(before["state"][index][name])
             assert torch.equal(getattr(value, "codes", value), getattr(before["state"][index][name], "codes", value))
+
+
+def test_steps_through_a_gradient_scaler(accelerator):
+    """What fp16 mixed precision does; a scale of 2**10 changes no bit of fp32 gradients."""
+    accelerator()  # AcceleratedOptimizer asks for its state
+    model, plain = build(), build()
+    optimizer = qsub.optim.AdamW8bit(plain.parameters(), lr=1e-2, min_8bit_size=256, backend="eager")
+    scaled = qsub.optim.AdamW8bit(model.parameters(), lr=1e-2, min_8bit_size=256, backend="eager")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaled = AcceleratedOptimizer(scaled, device_placement=False, scaler=scaler)
+    for x, y in batches(3):
+        F.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x), y)).backward()
+        scaled.step()
+        assert not scaled.step_was_skipped
+        scaled.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    before = [param.detach().clone() for param in model.parameters()]
+    scaler.scale(model(X).sum()).backward()
+    model[0].weight.grad[0, 0] = float("inf")
+    scaled.step()
+    assert all(map(torch.equal, model.parameters(), before)) and scaler.get_scale() == 2.0**9
