@@ -37,18 +37,21 @@ def draw_bars(rows: list[Row]) -> None:
     figure.tight_layout()
 
 
-def draw_curves(rows: list[Row], width: int = 25) -> None:
-    """Loss over the steps, as a mean over `width` of them."""
-    runs: dict[str, list[float]] = {}
+def draw_curves(rows: list[Row], width: int = 12) -> None:
+    """Loss over the steps, as a mean over `width` of them; dashed where the learning rate is constant."""
+    runs: dict[tuple[str, bool], list[float]] = {}
     for row in rows:
-        name = row["optim"] + (" cosine" if row.get("cosine") == "True" else "")
-        runs.setdefault(name, []).append(float(row["loss"]))
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for name, losses in runs.items():
+        runs.setdefault((row["optim"], row.get("cosine") == "True"), []).append(float(row["loss"]))
+    colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row["optim"] for row in rows))}
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for (name, cosine), losses in runs.items():
         means = [sum(losses[i : i + width]) / width for i in range(0, len(losses) - width + 1, width)]
-        axis.plot([(i + 0.5) * width for i in range(len(means))], means, label=name)
-    axis.set(xlabel="step", ylabel="training loss", yscale="log")
-    axis.legend()
+        places = [(i + 0.5) * width for i in range(len(means))]
+        label = f"{name}, {'cosine' if cosine else 'constant'} lr"
+        axis.plot(places, means, color=colors[name], linestyle="-" if cosine else "--", label=label)
+    axis.set(xlabel="step", ylabel="training loss")
+    axis.grid(alpha=0.3)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     figure.tight_layout()
 
 
