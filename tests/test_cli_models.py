@@ -106,6 +106,26 @@ def test_save_pretrained_of_an_int8_model_is_read_here(tmp_path, capsys):
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_parts_of_a_weight_in_different_files(tmp_path, capsys):
+    """transformers splits by size: the codes may be in one file and their scales in the next."""
+    model = package.quantize_(tiny_llama())
+    model.save_pretrained(tmp_path / "int8", max_shard_size="1KB")
+    files = json.loads((tmp_path / "int8" / "model.safetensors.index.json").read_text())["weight_map"]
+    names = [key.removesuffix(".scale") for key in files if key.endswith(".scale")]
+    assert any(files[f"{name}.scale"] != files[f"{name}.int_data"] for name in names)
+    for command, written in (("quantize", "same"), ("dequantize", "float"), ("convert --to bitsandbytes", "bnb")):
+        assert qsub(capsys, *command.split(), tmp_path / "int8", tmp_path / written)[0] == 0
+    state, theirs = model.state_dict(), package.load_file(tmp_path / "bnb")
+    for read in (package.load_file(tmp_path / "same"), package.load_file(tmp_path / "float")):
+        assert set(read) == set(state)
+        for name, value in state.items():
+            plain = (x.dequantize() if isinstance(x, Int8RowwiseTensor) else x for x in (read[name], value))
+            assert torch.equal(*plain)
+    for name in names:
+        assert torch.equal(theirs[name], state[name].int_data)
+        assert torch.equal(theirs[name.replace("weight", "SCB")], state[name].scale.float())
+
+
 def test_a_base_model_of_a_checkpoint_with_a_head(tmp_path, capsys):
     """Names in the file lack or have the prefix of the base model."""
     model = tiny_llama(tie_word_embeddings=True)
