@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -213,6 +213,22 @@ def test_state_of_one_dimension_goes_from_shards_to_one_process_and_back(tmp_pat
     )
     loaded = on_ranks(_load_norm, 2, str(tmp_path / "one"), True)[0]
     assert torch.equal(torch.tensor(loaded[0]), Blockwise8bitTensor(codes, scale, *code).dequantize())
+
+
+def _of_two_ranks(rank):
+    mesh = DeviceMesh("cpu", [0, 1])
+    param = nn.Parameter(distribute_tensor(torch.zeros(80, 64), mesh, [Shard(0)]))
+    optimizer = AdamW8bit([param], lr=1e-2, backend="eager")
+    for _ in range(2):
+        param.grad = distribute_tensor(torch.ones(80, 64), mesh, [Shard(0)])
+        optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    part = param.to_local().detach()
+    return tuple(part.shape), int(optimizer.state[param]["step"]), bool((part < -0.015).all())
+
+
+def test_a_rank_outside_of_the_mesh_has_nothing_to_step():
+    assert on_ranks(_of_two_ranks, 3) == [((40, 64), 2, True)] * 2 + [((0,), 2, True)]
 
 
 def _int8_rows(rank):

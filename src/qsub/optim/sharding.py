@@ -64,12 +64,14 @@ def first_block(param: Tensor, block_size: int) -> int:
     of a later dimension) are numbered as if the parts lay one after the other.
 
     Args:
-        param: a parameter of at least one element here, DTensor or not.
+        param: a parameter, DTensor or not.
         block_size: elements per block; 1 numbers the elements.
     """
     if not is_dtensor(param):
         return 0
     start, part = offsets(param), local(param)
+    if part.numel() == 0:
+        return 0  # no rows, or not a rank of its mesh
     if param.dim() < 2:
         return sum(start) // block_size
     row_blocks = -(-math.prod(part.shape[1:]) // block_size)
@@ -136,7 +138,7 @@ def raise_together(error: Exception | None, params: list[Tensor]) -> None:
     meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))  # type: ignore[attr-defined]
     failed = error is not None
     for mesh in meshes:
-        for group in mesh.get_all_groups():
+        for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
             flag = torch.tensor(float(failed), device=mesh.device_type)
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
             failed = bool(flag)
