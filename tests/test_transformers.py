@@ -52,7 +52,9 @@ def load(folder, **options):
 # ---- Quantized while loading ----
 
 
-@pytest.mark.parametrize("name, options", [*(("minilm", m) for m in MODES), ("smollm2", MODES[1])])
+@pytest.mark.parametrize(
+    "name, options", [*(("minilm", m) for m in MODES), pytest.param("smollm2", MODES[1], marks=pytest.mark.slow)]
+)
 def test_loading_is_quantize_of_the_float_model(name, options):
     folder, kind = folder_of(name), CLASSES[name]
     batch = tokens(folder)
@@ -165,7 +167,12 @@ def size_of(folder):
 
 
 @pytest.mark.parametrize(
-    "name, embeddings, share", [("smollm2", False, 0.61), ("smollm2", True, 0.51), ("minilm", True, 0.51)]
+    "name, embeddings, share",
+    [
+        pytest.param("smollm2", False, 0.61, marks=pytest.mark.slow),
+        pytest.param("smollm2", True, 0.51, marks=pytest.mark.slow),
+        ("minilm", True, 0.51),
+    ],
 )
 def test_round_trip_is_bit_identical_and_small(tmp_path, name, embeddings, share):
     folder, kind = folder_of(name), CLASSES[name]
