@@ -1,8 +1,9 @@
-"""Draw the CSV files of the benchmarks: bars of optim_step.py, loss curves of train_vit.py, ratios of linear.py.
+"""Draw the CSV files of benchmarks: bars of optim_step.py, curves of train_vit.py and quality.py, ratios of linear.py.
 
 python benchmarks/plot.py benchmarks/results/optim_step.csv
 python benchmarks/plot.py benchmarks/results/train_vit-curves.csv --out curves.png
 python benchmarks/plot.py benchmarks/results/linear.csv
+python benchmarks/plot.py benchmarks/results/quality_curves.csv --out docs/images/quality-curves.svg
 """
 
 import argparse
@@ -76,6 +77,35 @@ def draw_linear(rows: list[Row], layer: tuple[str, str] = ("14336", "4096")) -> 
     figure.tight_layout()
 
 
+def draw_tasks(rows: list[Row]) -> None:
+    """Loss of each run, the mean over seeds, a panel for each task; below, less that of the task's first run.
+
+    The band is from the lowest to the highest seed of the first run, about its mean.
+    """
+    losses: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for row in rows:
+        run = losses.setdefault(row["task"], {}).setdefault(row["run"], {})
+        run.setdefault(int(row["step"]), []).append(float(row["loss"]))
+    figure, axes = plt.subplots(2, len(losses), figsize=(4.5 * len(losses), 6), squeeze=False, sharex="col")
+    for (upper, lower), (task, runs) in zip(axes.T, losses.items(), strict=True):
+        reference = next(iter(runs.values()))
+        means = {step: sum(values) / len(values) for step, values in reference.items()}
+        low = [min(values) - means[step] for step, values in reference.items()]
+        high = [max(values) - means[step] for step, values in reference.items()]
+        lower.fill_between(list(means), low, high, color="0.85", label="seeds")
+        for index, (run, curve) in enumerate(runs.items()):
+            steps = list(curve)
+            values = [sum(curve[step]) / len(curve[step]) for step in steps]
+            style = {"color": f"C{index}", "linestyle": ("-", "--", "-.", ":")[index % 4]}
+            upper.plot(steps, values, label=run, **style)
+            lower.plot(steps, [value - means[step] for step, value in zip(steps, values, strict=True)], **style)
+        upper.set(title=task, ylabel="training loss")
+        lower.set(xlabel="step", ylabel=f"less {next(iter(runs))}")
+        upper.legend(fontsize="small")
+        lower.legend(fontsize="small")
+    figure.tight_layout()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=pathlib.Path)
@@ -83,7 +113,8 @@ def main() -> None:
     args = parser.parse_args()
     with open(args.csv, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    draw = draw_curves if "loss" in rows[0] else draw_linear if "pass" in rows[0] else draw_bars
+    kinds = {"task": draw_tasks, "loss": draw_curves, "pass": draw_linear}
+    draw = next((kinds[column] for column in kinds if column in rows[0]), draw_bars)
     draw(rows)
     target = args.out or args.csv.with_suffix(".png")
     plt.savefig(target, dpi=120)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from quality_tables import over_seeds
+
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -90,9 +92,16 @@ def _codes(streams: Iterable[str], rivals: bool, **values: str) -> Table:
     )
 
 
-def _joined(name: str, *keys: str) -> Callable[[list[Row]], list[Row]]:
-    """Another column, `name`, of the values of `keys` with a space between."""
-    return lambda rows: [{**row, name: " ".join(row[key] for key in keys)} for row in rows]
+def _joined(name: str, *keys: str, between: str = " ") -> Callable[[list[Row]], list[Row]]:
+    """Another column, `name`, of the values of `keys`."""
+    return lambda rows: [{**row, name: between.join(row[key] for key in keys)} for row in rows]
+
+
+def _rounded(**forms: str) -> Callable[[list[Row]], list[Row]]:
+    """The columns in their formats, such as error=".3f"; what is empty stays so."""
+    return lambda rows: [
+        {**row, **{key: format(float(row[key]), form) for key, form in forms.items() if row.get(key)}} for row in rows
+    ]
 
 
 def _then(*steps: Callable[[list[Row]], list[Row]]) -> Callable[[list[Row]], list[Row]]:
@@ -126,7 +135,64 @@ _LOSSES = {
     "test_accuracy": "test accuracy",
     "test_loss_difference": "test loss less that of fp32",
 }
+_TRAINED = {
+    "run": "optimizer",
+    "seeds": "seeds",
+    "train_loss": "training loss",
+    "test_loss": "test loss",
+    "difference": "test loss less torch's",
+    "state_mb": "state, MB",
+}
+
+
+def _trained(task: str, **columns: str) -> Table:
+    """Of benchmarks/quality.py: a task's runs, over seeds; a column named "" is left out."""
+    kept = {key: name for key, name in {**_TRAINED, **columns}.items() if name}
+    return Table("quality_training.csv", kept, lambda row: row["task"] == task, over_seeds)
+
+
 TABLES = {
+    "quality-minilm": Table(
+        "quality_minilm.csv",
+        {"mode": "MiniLM", "cosine_mean": "cosine to fp32, mean", "cosine_min": "minimum"},
+        reshape=_rounded(cosine_mean=".4f", cosine_min=".4f"),
+    ),
+    "quality-smollm2": Table(
+        "quality_smollm2.csv",
+        {
+            "mode": "SmolLM2-135M: novel / reviews",
+            "perplexity": "perplexity",
+            "agreement": "same first token",
+            "kl": "KL to fp32, nats a token",
+        },
+        reshape=_then(
+            _rounded(austen_perplexity=".2f", austen_top1_agreement=".3f", austen_kl=".4f"),
+            _rounded(reviews_perplexity=".2f", reviews_top1_agreement=".3f", reviews_kl=".4f"),
+            _joined("perplexity", "austen_perplexity", "reviews_perplexity", between=" / "),
+            _joined("agreement", "austen_top1_agreement", "reviews_top1_agreement", between=" / "),
+            _joined("kl", "austen_kl", "reviews_kl", between=" / "),
+        ),
+    ),
+    "quality-vit": _trained("ViT, Fashion-MNIST", accuracy="accuracy"),
+    "quality-classifier": _trained("MiniLM, reviews", accuracy="accuracy"),
+    "quality-language": _trained("SmolLM2, Austen", perplexity="perplexity"),
+    "quality-lora": _trained(
+        "SmolLM2, LoRA", run="base", perplexity="perplexity", difference="test loss less bf16's", state_mb=""
+    ),
+    "quality-speed": Table(
+        "quality_speed.csv",
+        {
+            "task": "task",
+            "run": "optimizer or base",
+            "step_ms": "ms a step",
+            "step_ms_p20": "20th percentile",
+            "step_ms_p80": "80th",
+            "peak_gib": "peak memory, GiB",
+            "model_mib": "model, MiB",
+            "state_mb": "state, MB",
+        },
+        reshape=_rounded(step_ms=".1f", step_ms_p20=".1f", step_ms_p80=".1f", peak_gib=".2f", model_mib=".0f"),
+    ),
     "quickstart": Table("quickstart.csv", {"measure": "`make demo`", "torch": "torch", "qsub": "qsub"}),
     "optimizer-step": Table(
         "optim_step.csv",
