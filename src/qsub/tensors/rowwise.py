@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qsub.tensors import codes as math8
 from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced
+from qsub.tensors.rowwise_fsdp import GatheredByRows
 
 OPS = OpTable(
     "Int8RowwiseTensor",
@@ -15,7 +16,7 @@ OPS = OpTable(
 FUNCTIONS: dict[Any, Any] = {}  # replacements of torch functions, filled by rowwise_matmul and rowwise_methods
 
 
-class Int8RowwiseTensor(torch.Tensor):
+class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     """A float matrix stored as int8 codes and one fp16 scale for each row; value = int_data * scale / 127.
 
     It acts as a weight of its float dtype: matmul, `to`, views, copies and in-place updates are carried out on the

@@ -26,13 +26,13 @@ def _to_copy(func: Any, x: Int8RowwiseTensor, *, dtype: Any = None, device: Any 
         raise NotImplementedError(f"an Int8RowwiseTensor is strided, got layout={options['layout']}")
     move = {"device": device, "non_blocking": options.get("non_blocking", False), "copy": True}
     int_data = x.int_data.to(**move, memory_format=options.get("memory_format") or torch.preserve_format)
-    return x.like(int_data, x.scale.to(**move), dtype=shown, whole_rows=True)
+    return x.like(int_data, x.scale.to(**move), dtype=shown, whole_rows=True).keep_shard(x)
 
 
 @OPS.implements(aten._pin_memory.default)
 def _pin_memory(func: Any, x: Int8RowwiseTensor, device: Any = None) -> Int8RowwiseTensor:
     """`.pin_memory()`: a copy in page-locked memory."""
-    return x.like(func(x.int_data, device), func(x.scale, device), whole_rows=True)
+    return x.like(func(x.int_data, device), func(x.scale, device), whole_rows=True).keep_shard(x)
 
 
 @OPS.implements(aten.is_pinned.default)
@@ -63,7 +63,7 @@ def _full_like(
     return torch.full(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
 
-@OPS.implements(aten.new_zeros.default, aten.new_empty.default, aten.new_ones.default, aten.new_full.default)
+@OPS.implements(aten.new_ones.default, aten.new_full.default)
 def _new(
     func: Any, x: Int8RowwiseTensor, size: Any, *args: Any, dtype: Any = None, device: Any = None, **_: Any
 ) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qsub.tensors.dispatch import view_of
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
+from qsub.tensors.rowwise_flat import FlatRows
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ def _scale_index(x: Int8RowwiseTensor) -> int | None:
 def _alias(func: Any, x: Int8RowwiseTensor) -> Any:
     """nn.Parameter, state_dict, .data, autograd's saved tensors."""
     with torch.inference_mode(x.is_inference()):
-        return _view(func, x, (), func(x.int_data), scale=func(x.scale))
+        return _view(func, x, (), func(x.int_data), scale=func(x.scale)).keep_shard(x)
 
 
 @OPS.implements(aten.permute.default)
@@ -57,7 +58,8 @@ def _slice(func: Any, x: Int8RowwiseTensor, dim: int = 0, start: Any = None, end
     """`w[a:b]`, narrow, FSDP2's shards: of rows, with their scales; or of columns, with the scales of the rows."""
     int_data = func(x.int_data, dim, start, end, step)
     if dim % x.dim() == _scale_index(x):
-        return _view(func, x, (dim, start, end, step), int_data, scale=func(x.scale, 0, start, end, step))
+        rows = _view(func, x, (dim, start, end, step), int_data, scale=func(x.scale, 0, start, end, step))
+        return rows.keep_shard(x) if not start else rows  # FSDP2 cuts the padding off a shard
     return _view(func, x, (dim, start, end, step), int_data, whole_rows=x.whole_rows and int_data.shape == x.shape)
 
 
@@ -124,6 +126,8 @@ def _expand(func: Any, x: Int8RowwiseTensor, size: list[int], implicit: bool = F
 def _reshape(func: Any, x: Int8RowwiseTensor, size: list[int]) -> Any:
     """View and reshape that keep the rows: dimensions of size 1 come and go (einsum, bmm)."""
     place = _scale_index(x)
+    if list(size) == [-1] and x.dim() == 2 and x.scale_dim == -2:
+        return FlatRows([x])
     target = list(torch.empty(x.shape, device="meta").view(size).shape)
     if target == list(x.shape):
         return _view(func, x, (size,), x.int_data.view(size))

@@ -1,0 +1,84 @@
+"""Int8RowwiseTensor on several ranks: shards and collectives. Each handler says who calls it."""
+
+from typing import Any
+
+import torch
+
+from qsub.tensors.dispatch import float_dtype, view_of
+from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
+
+aten = torch.ops.aten
+COLLECTIVES: list[Any] = []  # the operators that take a process group
+
+
+# ---- Shards ----
+
+
+@OPS.implements(aten.new_zeros.default, aten.new_empty.default)
+def _new(func: Any, x: Int8RowwiseTensor, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
+    """FSDP2's padded shards, DTensor's empty ones: rows of the weight's length make an Int8RowwiseTensor of zeros.
+
+    Tensors of any other size are plain floats in the dtype and on the device of the weight.
+    """
+    if x.scale_dim != -2 or x.dim() != 2 or len(size) != 2 or size[1] != x.shape[1]:
+        return func(torch.empty(0, dtype=dtype or x.dtype, device=device or x.device), size)
+    int_data, scale = func(x.int_data, size, device=device), func(x.scale, size[:1], device=device)
+    made = x.like(int_data, scale, dtype=float_dtype(dtype, x.dtype, OPS.owner), whole_rows=True)
+    made.shard_rows, made.trainable = size[0], x.trainable or x.requires_grad
+    return made
+
+
+@OPS.implements(aten.as_strided.default)
+def _as_strided(func: Any, x: Int8RowwiseTensor, size: Any, stride: Any, storage_offset: Any = None) -> Any:
+    """FSDP2's cut of the padding off a gathered weight: a view of the first rows."""
+    first_rows = x.scale_dim == -2 and len(size) == 2 and size[1] == x.shape[1] and size[0] <= x.shape[0]
+    if not first_rows or tuple(stride) != x.stride() or (storage_offset or 0) != x.storage_offset():
+        raise NotImplementedError(
+            f"as_strided of an Int8RowwiseTensor of shape {tuple(x.shape)} and strides {x.stride()} takes its first "
+            f"rows, got {tuple(size)} and {tuple(stride)}: call .dequantize() first"
+        )
+    args = (size, stride, storage_offset)
+    return view_of(func, x, args, lambda: x.like(x.int_data[: size[0]], x.scale[: size[0]]))
+
+
+@OPS.implements(aten.constant_pad_nd.default)
+def _pad(func: Any, x: Int8RowwiseTensor, pad: list[int], value: float = 0) -> Int8RowwiseTensor:
+    """Rows of zeros at the end: shards of uneven size are padded before DTensor.full_tensor gathers them."""
+    if x.scale_dim != -2 or x.dim() != 2 or value != 0 or any(pad[:3]):
+        raise NotImplementedError(
+            f"pad of an Int8RowwiseTensor appends rows of zeros, got pad={pad}, value={value}: call .dequantize() first"
+        )
+    return x.like(func(x.int_data, pad, 0), func(x.scale, [0, pad[3] if len(pad) > 3 else 0], 0), whole_rows=True)
+
+
+# ---- Collectives ----
+
+if torch.distributed.is_available():
+    import torch.distributed._functional_collectives  # registers the operators
+
+    _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
+    COLLECTIVES += [_functional.all_gather_into_tensor.default, _functional.wait_tensor.default, _c10d.scatter_.default]
+
+    @OPS.implements(_functional.all_gather_into_tensor.default, _functional.wait_tensor.default)
+    def _gather(func: Any, x: Int8RowwiseTensor, *group: Any) -> Int8RowwiseTensor:
+        """DTensor.full_tensor and redistribute: rows of codes, and their scales."""
+        if x.scale_dim != -2 or x.dim() != 2:
+            raise NotImplementedError(f"{func} of an Int8RowwiseTensor takes the matrix, not a view of it")
+        return x.like(func(x.int_data.contiguous(), *group), func(x.scale, *group))
+
+    if hasattr(_functional, "_wrap_tensor_autograd"):  # since torch 2.13
+        COLLECTIVES.append(_functional._wrap_tensor_autograd.default)
+
+        @OPS.implements(_functional._wrap_tensor_autograd.default)
+        def _wait(func: Any, x: Int8RowwiseTensor) -> Int8RowwiseTensor:
+            """What was gathered, waited for at once rather than when it is first used."""
+            return x.like(_functional.wait_tensor(x.int_data), _functional.wait_tensor(x.scale))
+
+    @OPS.implements(_c10d.scatter_.default)
+    def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
+        """distribute_tensor of a whole weight: codes, then scales."""
+        _, work = func([x.int_data for x in outputs], [[x.int_data for x in row] for row in inputs], *group)
+        if work is not None:
+            work.wait()
+        _, work = func([x.scale for x in outputs], [[x.scale for x in row] for row in inputs], *group)
+        return outputs, work

@@ -1,0 +1,61 @@
+"""What makes Int8RowwiseTensor a weight that `fully_shard` can shard: codes and scales are gathered, never floats."""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class GatheredByRows:
+    """The hooks that FSDP2 calls on the local part of a weight.
+
+    FSDP2 cuts a weight into ranges of rows, all of one size but the last ones, which it pads to that size. The hook
+    that is told the shape of the whole weight must return tensors of the padded shape of the local part, which a
+    scale isn't; so this is the hook of one argument, and the local part knows the number of rows by itself.
+    """
+
+    # What a shard knows besides its inner tensors. Views of whole ranges of rows and moves keep it; it is never saved.
+    shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
+    trainable: bool = False  # a shard of a weight that requires grad, which the shard itself never does
+
+    def keep_shard(self, source: Any) -> Any:
+        """Take over what `source` knows as a shard; returns self."""
+        self.shard_rows, self.trainable = source.shard_rows, source.trainable
+        return self
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
+        """What is gathered from this rank: int8 codes and fp16 scales, with rows of zeros up to the common number.
+
+        Args:
+            mesh: of the ranks that gather, unused.
+        """
+        weight: Any = self
+        missing = (self.shard_rows or weight.shape[0]) - weight.shape[0]
+        int_data, scale = weight.int_data.contiguous(), weight.scale
+        return (F.pad(int_data, (0, 0, 0, missing)), F.pad(scale, (0, missing))) if missing else (int_data, scale), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, Tensor], metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        """The whole weight, on the gathered memory; FSDP2 cuts off the rows of padding (as_strided).
+
+        Args:
+            outputs: (ranks * rows, in_features) int8 codes and (ranks * rows,) fp16 scales.
+            metadata: None.
+            param_dtype: the dtype to show, that of the mixed precision policy.
+            out: the weight as returned by an earlier call, whose memory was freed and is allocated again.
+
+        Returns:
+            The weight and no further tensors to free; None if there is `out`.
+        """
+        weight: Any = self
+        int_data, scale = outputs
+        if out is None:
+            return weight.like(int_data, scale, dtype=param_dtype, whole_rows=True), ()
+        whole = getattr(out, "_local_tensor", out)  # a DTensor where the model is tensor parallel, too
+        rows = whole.shape[0]
+        if whole.int_data.data_ptr() != int_data.data_ptr():
+            whole.int_data.copy_(int_data[:rows])
+            whole.scale.copy_(scale[:rows])
+        self.trainable = out.requires_grad
+        return None
