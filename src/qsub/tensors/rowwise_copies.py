@@ -8,6 +8,7 @@ from torch import Tensor
 from qsub.tensors import codes as math8
 from qsub.tensors.dispatch import float_dtype
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
+from qsub.tensors.rowwise_parallel import join_columns
 
 aten = torch.ops.aten
 
@@ -94,7 +95,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
 
 @OPS.implements(aten.cat.default)
 def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Int8RowwiseTensor:
-    """Concatenation of rows, with their scales."""
+    """Concatenation of rows, with their scales; DTensor.full_tensor: of columns that were gathered into one memory."""
     first = tensors[0]
     refusal = "cat takes Int8RowwiseTensors of one orientation: call .dequantize() on them first"
     if not isinstance(first, Int8RowwiseTensor) or first.scale_dim is None:
@@ -102,8 +103,11 @@ def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Int8RowwiseTensor:
     if not all(isinstance(x, Int8RowwiseTensor) and x.scale_dim == first.scale_dim for x in tensors):
         raise NotImplementedError(refusal)
     if dim % first.dim() != first.dim() + first.scale_dim:
+        memories = {x.int_data.untyped_storage()._cdata for x in tensors}  # type: ignore[attr-defined]
+        if len(memories) == 1 and first.dim() == 2 and first.scale_dim == -2:
+            return join_columns(tensors)
         raise NotImplementedError(
-            "cat of Int8RowwiseTensors along their columns: each has row scales of its own. Call .dequantize() first."
+            "cat of the columns of several Int8RowwiseTensors: each has scales of its own. Call .dequantize() first."
         )
     return first.like(
         torch.cat([x.int_data for x in tensors], dim),  # type: ignore[attr-defined]

@@ -16,11 +16,13 @@ COLLECTIVES: list[Any] = []  # the operators that take a process group
 
 @OPS.implements(aten.new_zeros.default, aten.new_empty.default)
 def _new(func: Any, x: Int8RowwiseTensor, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Any:
-    """FSDP2's padded shards, DTensor's empty ones: rows of the weight's length make an Int8RowwiseTensor of zeros.
+    """FSDP2's padded shards, DTensor's empty ones: Int8RowwiseTensors of zeros.
 
-    Tensors of any other size are plain floats in the dtype and on the device of the weight.
+    They have rows of the weight's length, or its rows without a column. Tensors of any other size are plain floats in
+    the dtype and on the device of the weight.
     """
-    if x.scale_dim != -2 or x.dim() != 2 or len(size) != 2 or size[1] != x.shape[1]:
+    shard = len(size) == 2 and (size[1] == x.shape[1] or tuple(size) == (x.shape[0], 0))
+    if x.scale_dim != -2 or x.dim() != 2 or not shard:
         return func(torch.empty(0, dtype=dtype or x.dtype, device=device or x.device), size)
     int_data, scale = func(x.int_data, size, device=device), func(x.scale, size[:1], device=device)
     made = x.like(int_data, scale, dtype=float_dtype(dtype, x.dtype, OPS.owner), whole_rows=True)
@@ -43,12 +45,13 @@ def _as_strided(func: Any, x: Int8RowwiseTensor, size: Any, stride: Any, storage
 
 @OPS.implements(aten.constant_pad_nd.default)
 def _pad(func: Any, x: Int8RowwiseTensor, pad: list[int], value: float = 0) -> Int8RowwiseTensor:
-    """Rows of zeros at the end: shards of uneven size are padded before DTensor.full_tensor gathers them."""
-    if x.scale_dim != -2 or x.dim() != 2 or value != 0 or any(pad[:3]):
+    """Zeros after the rows or the columns: DTensor pads shards of uneven size before they travel."""
+    rows = [*pad[2:], 0, 0][:2]
+    if x.scale_dim != -2 or x.dim() != 2 or value != 0 or pad[0] or rows[0] or min(pad) < 0:
         raise NotImplementedError(
-            f"pad of an Int8RowwiseTensor appends rows of zeros, got pad={pad}, value={value}: call .dequantize() first"
+            f"pad of an Int8RowwiseTensor appends zeros, got pad={pad}, value={value}: call .dequantize() first"
         )
-    return x.like(func(x.int_data, pad, 0), func(x.scale, [0, pad[3] if len(pad) > 3 else 0], 0), whole_rows=True)
+    return x.like(func(x.int_data, pad, 0), func(x.scale, rows, 0), whole_rows=True)
 
 
 # ---- Collectives ----
@@ -58,6 +61,7 @@ if torch.distributed.is_available():
 
     _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
     COLLECTIVES += [_functional.all_gather_into_tensor.default, _functional.wait_tensor.default, _c10d.scatter_.default]
+    COLLECTIVES.append(_c10d.broadcast_.default)
 
     @OPS.implements(_functional.all_gather_into_tensor.default, _functional.wait_tensor.default)
     def _gather(func: Any, x: Int8RowwiseTensor, *group: Any) -> Int8RowwiseTensor:
@@ -82,3 +86,11 @@ if torch.distributed.is_available():
             work.wait()
         _, work = func([x.scale for x in outputs], [[x.scale for x in row] for row in inputs], *group)
         return outputs, work
+
+    @OPS.implements(_c10d.broadcast_.default)
+    def _broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
+        """distribute_tensor to replicas: codes, then scales."""
+        _, work = func([x.int_data for x in tensors], *group)
+        if work is not None:
+            work.wait()
+        return tensors, func([x.scale for x in tensors], *group)[1]
