@@ -238,7 +238,7 @@ Job = tuple[Callable[..., Iterator[tuple[str, Rows]]], tuple[Any, ...]]
 def jobs(args: argparse.Namespace) -> tuple[list[Job], list[Job], list[Job]]:
     """What may run beside others, what must run alone, and what is timed and runs alone too.
 
-    bitsandbytes' optimizers wait for the GPU after each parameter: beside others, a turn of the GPU for each.
+    bitsandbytes' runs come alone: beside others they made no progress in the time that those took.
     """
     beside: list[Job] = []
     alone: list[Job] = []
