@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -35,12 +36,13 @@ class GatheredByRows:
         return (F.pad(int_data, (0, 0, 0, missing)), F.pad(scale, (0, missing))) if missing else (int_data, scale), None
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, Tensor], metadata: Any, param_dtype: Any, *, out: Any = None
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> Any:
         """The whole weight, on the gathered memory; FSDP2 cuts off the rows of padding (as_strided).
 
         Args:
-            outputs: (ranks * rows, in_features) int8 codes and (ranks * rows,) fp16 scales.
+            outputs: (ranks * rows, in_features) int8 codes and (ranks * rows,) fp16 scales. On one rank FSDP2
+                copies the first tensor alone, and the scales are this tensor's.
             metadata: None.
             param_dtype: the dtype to show, that of the mixed precision policy.
             out: the weight as returned by an earlier call, whose memory was freed and is allocated again.
@@ -49,13 +51,15 @@ class GatheredByRows:
             The weight and no further tensors to free; None if there is `out`.
         """
         weight: Any = self
-        int_data, scale = outputs
+        int_data = outputs[0]
+        scale = outputs[1] if len(outputs) > 1 else weight.scale.to(int_data.device, copy=True)
         if out is None:
             return weight.like(int_data, scale, dtype=param_dtype, whole_rows=True), ()
         whole = getattr(out, "_local_tensor", out)  # a DTensor where the model is tensor parallel, too
         rows = whole.shape[0]
-        if whole.int_data.data_ptr() != int_data.data_ptr():
-            whole.int_data.copy_(int_data[:rows])
-            whole.scale.copy_(scale[:rows])
+        for held, gathered in ((whole.int_data, int_data), (whole.scale, scale)):
+            if held.data_ptr() != gathered.data_ptr():
+                with torch.autograd._unsafe_preserve_version_counter(held):  # what autograd saved is gathered again
+                    held.copy_(gathered[:rows])
         self.trainable = out.requires_grad
         return None
