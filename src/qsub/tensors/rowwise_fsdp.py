@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class GatheredByRows:
@@ -59,7 +59,7 @@ class GatheredByRows:
         rows = whole.shape[0]
         for held, gathered in ((whole.int_data, int_data), (whole.scale, scale)):
             if held.data_ptr() != gathered.data_ptr():
-                with torch.autograd._unsafe_preserve_version_counter(held):  # what autograd saved is gathered again
+                with _unsafe_preserve_version_counter(held):  # what autograd saved is gathered again
                     held.copy_(gathered[:rows])
         self.trainable = out.requires_grad
         return None
