@@ -69,13 +69,13 @@ def _plain(value):
     return [getattr(value, name) for name in parts()[0]] if parts else [value.detach()]
 
 
-def _digest(model, optimizer):
+def _digest(model, optimizer, mode):
     """Of all weights and states, whole. Collective."""
     values = dict(model.named_parameters())
     for number, entry in optimizer.state_dict()["state"].items():
         values |= {f"{number}.{name}": value for name, value in entry.items()}
     kinds = {type(value.to_local()) for value in values.values() if isinstance(value, DTensor)}
-    assert qsub.Blockwise8bitTensor in kinds
+    assert qsub.Blockwise8bitTensor in kinds and (qsub.Int8RowwiseTensor in kinds) == (mode == "adapters")
     digests = {}
     for name, value in values.items():
         parts = [part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in _plain(value)]
@@ -90,7 +90,7 @@ def _trained(rank, arguments):
     windows, (model, optimizer) = example.read_windows(options), example.build(options)
     for step in range(SAVED):
         example.train_step(model, optimizer, example.batch_of(windows, step, options), "cpu")
-    return _digest(model, optimizer)
+    return _digest(model, optimizer, options.mode)
 
 
 def _loaded(rank, arguments):
@@ -101,7 +101,7 @@ def _loaded(rank, arguments):
     example.load(model, optimizer, options.checkpoint / f"step-{SAVED}")
     after = [_plain(param)[0] for param in model.parameters() if param.requires_grad]
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return _digest(model, optimizer)
+    return _digest(model, optimizer, options.mode)
 
 
 @pytest.fixture(scope="module", params=MODES)

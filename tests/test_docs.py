@@ -113,11 +113,12 @@ def _rest(pattern, message, patterns):
     return any(p.fullmatch(rest) for p in patterns)
 
 
-def test_quoted_messages_exist():
-    page = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"^```text\n(.*?)\n```", page, re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize(("page", "least"), [("faq", 21), ("distributed", 3)])
+def test_quoted_messages_exist(page, least):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^```text\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
     patterns = list(messages())
-    assert len(quoted) > 20
+    assert len(quoted) >= least
     for message in quoted:
         assert exists(message, patterns), message
         shuffled = " ".join(reversed(message.split()))  # of the same words
