@@ -9,6 +9,7 @@ from torch import nn
 
 import qsub
 from qsub import Int8RowwiseTensor
+from qsub.tensors.codes import row_noise
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -234,15 +235,47 @@ def test_updates_of_a_trainable_weight_are_unbiased_and_of_a_frozen_one_to_neare
     assert abs(moved.mean().item() - 1) < 5 * 0.014
 
 
-def test_stochastic_updates_follow_the_seed():
-    results = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        weight = nn.Parameter(Int8RowwiseTensor.from_float(torch.linspace(-1, 1, 60).view(6, 10)))
-        with torch.no_grad():
+def _updated(seed, rows=slice(None), updates=1, transposed=False):
+    torch.manual_seed(seed)
+    weight = nn.Parameter(Int8RowwiseTensor.from_float(torch.linspace(-1, 1, 600).view(6, 100)[rows]))
+    weight = nn.Parameter(weight.detach().t()) if transposed else weight
+    with torch.no_grad():
+        for _ in range(updates):
             weight.add_(0.0011)
-        results.append(weight.int_data.clone())
-    assert torch.equal(*results)
+    return weight.detach().t().int_data if transposed else weight.int_data
+
+
+def test_stochastic_updates_follow_from_the_values_of_the_row():
+    """Not from the generator, which differs between the ranks of a replicated weight, nor from the other rows."""
+    whole = _updated(3)
+    assert torch.equal(_updated(4), whole)
+    assert torch.equal(_updated(3, slice(2, 5)), whole[2:5])
+    assert torch.equal(_updated(3, transposed=True), whole)
+    nearest = Int8RowwiseTensor.from_float(torch.linspace(-1, 1, 600).view(6, 100)).add_(0.0011).int_data
+    assert not torch.equal(whole, nearest)  # negative control
+
+
+def test_the_same_update_of_the_same_values_is_not_rounded_alike_for_ever():
+    """A row that no element of left its code is drawn anew."""
+    weight = nn.Parameter(Int8RowwiseTensor.from_float(torch.tensor([[1.0, 0.5], [1.0, -0.5]])))
+    start = weight.int_data.clone()
+    delta = torch.tensor([[0.0, 1e-4]])  # an eightieth of a step: after 800 updates both have moved but for e**-10
+    with torch.no_grad():
+        for _ in range(800):
+            weight.add_(delta)
+    assert (weight.int_data[:, 1] > start[:, 1]).all() and torch.equal(weight.int_data[:, 0], start[:, 0])
+
+
+def test_noise_is_uniform():
+    noise = row_noise(torch.randn(300, 301), 5)
+    assert noise.min() >= 0 and noise.max() < 1
+    counts = torch.histc(noise, 64, 0, 1)
+    expected = noise.numel() / 64
+    chi2 = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi2 - 63) < 5 * (2 * 63) ** 0.5  # chi square of 63 degrees of freedom: mean 63, variance 126
+    for other in (row_noise(torch.randn(300, 301), 5), noise.roll(1, 0), noise.roll(1, 1)):
+        correlation = ((noise - 0.5) * (other - 0.5)).mean() * 12
+        assert abs(correlation) < 5 / noise.numel() ** 0.5
 
 
 def test_a_diverged_update_shows_as_nan():

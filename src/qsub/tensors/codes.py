@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from qsub.tensors.state_codes import mix
+
 FP16_MAX = 65504.0
 _CHUNK = 1 << 18  # elements that a chunked pass over rows holds in fp32 at a time
 
@@ -69,6 +71,23 @@ def quantize_rows(weight: Tensor, noise: Tensor | None = None) -> tuple[Tensor, 
         scaled = scaled.round_() if noise is None else scaled.add_(noise[part]).floor_()
         codes[part] = torch.where(divisor > 0, scaled.clamp_(-127.0, 127.0), 0.0).to(torch.int8)
     return codes, scale
+
+
+def row_noise(weight: Tensor, update: int) -> Tensor:
+    """Stateless noise for `quantize_rows`: a hash of the row's values, the number of the update, and the column.
+
+    Args:
+        weight: (rows, columns) fp32, what is to be encoded.
+        update: differs from call to call, so that values that stay the same are not rounded alike for ever.
+
+    Returns:
+        (rows, columns) fp32, uniform in [0, 1).
+    """
+    lane = torch.arange(weight.shape[1], dtype=torch.int32, device=weight.device)
+    values = mix(weight.contiguous().view(torch.int32) ^ mix(lane))
+    row = values.sum(1).to(torch.int32)  # (rows,), of integers: the same in any order
+    bits = mix(mix(row + (update & 0x7FFFFFFF)).unsqueeze(1) ^ lane)
+    return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24
 
 
 def dequantize_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype, dim: int | None = -2) -> Tensor:

@@ -1,5 +1,6 @@
 """A table of aten operators for a tensor subclass, and the helpers that its handlers share."""
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +102,16 @@ def cache_key(tensor: Any) -> str:
     names, meta = tensor.__tensor_flatten__()
     inner = [(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in (getattr(tensor, n) for n in names)]
     return str((type(tensor).__qualname__, tensor.shape, tensor.requires_grad, sorted(meta.items()), inner))
+
+
+def called_from(module: str) -> bool:
+    """Whether a function of the module of that name is on the stack."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def reduced(tensor: Any) -> tuple[Any, ...]:

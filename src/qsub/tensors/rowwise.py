@@ -24,7 +24,9 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     dequantizes silently. Results of arithmetic are plain float tensors. docs/tensors.md has the table of operators.
 
     In-place arithmetic (add_, mul_, addcdiv_, ...) on a weight that requires grad, which is what an optimizer does,
-    rounds stochastically with torch's generator; on any other weight, and in copy_, it rounds to nearest.
+    rounds stochastically; on any other weight, and in copy_, it rounds to nearest. The random bits are a hash of the
+    new values of the row and the number of the update, not of torch's generator: the replicas of DDP draw the same,
+    and the shards of FSDP2 those of the whole weight. (An update within torch.compile draws from the generator.)
 
     Args:
         int_data: (out_features, in_features) int8 codes in [-127, 127]. Or another Int8RowwiseTensor, which is

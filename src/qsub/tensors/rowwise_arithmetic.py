@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.tensors.codes import row_noise
 from qsub.tensors.dispatch import plain_operators
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
 
@@ -33,8 +34,19 @@ def _plain_result(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _noise(x: Int8RowwiseTensor, value: Tensor) -> Tensor | None:
-    """Random numbers for stochastic rounding, where an optimizer would be at work: on a trainable weight."""
-    return torch.rand_like(value, dtype=torch.float32) if x.requires_grad else None
+    """Random numbers for stochastic rounding, where an optimizer would be at work: on a trainable weight.
+
+    Replicas of a weight (DDP) must draw the same ones though their generators may differ, and shards (FSDP2) those of
+    the whole weight: so they follow from the values of each row and the number of the update.
+    """
+    if not (x.requires_grad or x.trainable):
+        return None
+    if type(value) is not Tensor:  # a trace of torch.compile, which would fix the number of the update
+        return torch.rand_like(value, dtype=torch.float32)
+    x.updates += 1
+    noise = torch.empty_like(value)
+    x.as_rows(noise).copy_(row_noise(x.as_rows(value), x.updates))
+    return noise
 
 
 @OPS.implements(

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from qsub.tensors.dispatch import float_dtype, view_of
+from qsub.tensors import codes as math8
+from qsub.tensors.dispatch import called_from, float_dtype, view_of
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
@@ -26,7 +27,7 @@ def _new(func: Any, x: Int8RowwiseTensor, size: Any, *, dtype: Any = None, devic
         return func(torch.empty(0, dtype=dtype or x.dtype, device=device or x.device), size)
     int_data, scale = func(x.int_data, size, device=device), func(x.scale, size[:1], device=device)
     made = x.like(int_data, scale, dtype=float_dtype(dtype, x.dtype, OPS.owner), whole_rows=True)
-    made.shard_rows, made.trainable = size[0], x.trainable or x.requires_grad
+    made.keep_shard(x).shard_rows, made.trainable = size[0], x.trainable or x.requires_grad
     return made
 
 
@@ -89,8 +90,21 @@ if torch.distributed.is_available():
 
     @OPS.implements(_c10d.broadcast_.default)
     def _broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
-        """distribute_tensor to replicas: codes, then scales."""
-        _, work = func([x.int_data for x in tensors], *group)
+        """distribute_tensor to replicas: codes, then scales (DDP's buckets: FlatRows).
+
+        set_model_state_dict(broadcast_from_rank0=True) receives in plain float tensors, so floats must be sent. All
+        ranks encode them anew, the sender as well, or replicas of the same weight would go on from different ones.
+        """
+        if not called_from("torch.distributed._state_dict_utils"):
+            _, work = func([x.int_data for x in tensors], *group)
+            if work is not None:
+                work.wait()
+            return tensors, func([x.scale for x in tensors], *group)[1]
+        values = [x.decode().contiguous() for x in tensors]
+        _, work = func(values, *group)
         if work is not None:
             work.wait()
-        return tensors, func([x.scale for x in tensors], *group)[1]
+        for x, value in zip(tensors, values, strict=True):
+            fresh = math8.quantize_rows(x.as_rows(value))
+            x.int_data, x.scale = fresh[0].view(x.shape), fresh[1].view(x.scale.shape)  # the old ones may be shared
+        return tensors, work

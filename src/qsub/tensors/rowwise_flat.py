@@ -15,12 +15,13 @@ FLAT = OpTable(
 
 
 class FlatRows(torch.Tensor):
-    """What `view(-1)` of an Int8RowwiseTensor makes: the weight, held as a tensor of one dimension.
+    """Int8RowwiseTensors, and plain tensors, end to end as one dimension: what `view(-1)` and then `cat` make.
 
-    FSDP2 keeps one beside each shard and never looks at it. Anything but holding it raises NotImplementedError.
+    FSDP2 keeps one beside each shard and never looks at it. DDP broadcasts a bucket of parameters as one and copies
+    its pieces back. Anything else raises NotImplementedError.
 
     Args:
-        pieces: tensors of one float dtype and device.
+        pieces: tensors of one float dtype and device, of any shape each.
     """
 
     pieces: list[Tensor]
@@ -46,3 +47,48 @@ class FlatRows(torch.Tensor):
 def _alias(func: Any, x: FlatRows) -> FlatRows:
     """Autograd."""
     return FlatRows(x.pieces)
+
+
+@FLAT.implements(aten.cat.default)
+def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> FlatRows:
+    """DDP's bucket. What it is broadcast from, and to, is a copy, as a bucket of plain tensors would be."""
+    pieces = [piece for x in tensors for piece in (x.pieces if isinstance(x, FlatRows) else [x])]
+    return FlatRows([piece.clone() for piece in pieces])
+
+
+@FLAT.implements(aten.slice.Tensor)
+def _slice(func: Any, x: FlatRows, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> FlatRows:
+    """A piece of DDP's bucket."""
+    first, last, _ = slice(start, end).indices(x.shape[0])
+    place = 0
+    for piece in x.pieces:
+        if (place, place + piece.numel(), step) == (first, last, 1):
+            return FlatRows([piece])
+        place += piece.numel()
+    raise NotImplementedError(f"elements {first} to {last} of {FLAT.owner} are not one of its tensors. {FLAT.remedy}")
+
+
+@FLAT.implements(aten.view.default)
+def _view(func: Any, x: FlatRows, size: Any) -> Tensor:
+    """A piece of DDP's bucket in its shape."""
+    piece = x.pieces[0]
+    if len(x.pieces) == 1 and tuple(size) == tuple(piece.shape):
+        return piece.detach()
+    if len(x.pieces) == 1 and type(piece) is Tensor:
+        return piece.view(size)
+    raise NotImplementedError(f"view of {FLAT.owner} as {tuple(size)}. {FLAT.remedy}")
+
+
+if torch.distributed.is_available():
+
+    @FLAT.implements(torch.ops.c10d.broadcast_.default)
+    def _broadcast(func: Any, tensors: list[FlatRows], *group: Any) -> Any:
+        """DDP: codes and scales as they are, so that all ranks hold the same ones."""
+        work = None
+        for piece in tensors[0].pieces:
+            parts = [piece] if type(piece) is Tensor else [piece.int_data, piece.scale]  # type: ignore[attr-defined]
+            for part in parts:
+                if work is not None:
+                    work.wait()
+                _, work = func([part], *group)
+        return tensors, work

@@ -18,10 +18,11 @@ class GatheredByRows:
     # What a shard knows besides its inner tensors. Views of whole ranges of rows and moves keep it; it is never saved.
     shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
     trainable: bool = False  # a shard of a weight that requires grad, which the shard itself never does
+    updates: int = 0  # how often it was rounded stochastically
 
     def keep_shard(self, source: Any) -> Any:
         """Take over what `source` knows as a shard; returns self."""
-        self.shard_rows, self.trainable = source.shard_rows, source.trainable
+        self.shard_rows, self.trainable, self.updates = source.shard_rows, source.trainable, source.updates
         return self
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
