@@ -177,3 +177,25 @@ def _whole(rank, dtype):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_full_tensor(world_size, dtype):
     on_ranks(_whole, world_size, dtype)
+
+
+# ---- torch.optim ----
+
+
+def _torch_optimizer(rank, foreach):
+    model, twin = shard(quantized(True)), quantized(True)
+    for this in (model, twin):
+        optimizer = torch.optim.AdamW(this.parameters(), lr=1e-4, foreach=foreach)
+        torch.manual_seed(rank)
+        _train(this, optimizer, 0, 4)
+    assert not differing(model, twin)
+    nearest = quantized(False)  # negative control: the update is a fraction of a code step, lost to nearest rounding
+    assert "layers.1.linear.weight" in differing(model, nearest)
+    _train(twin, optimizer, 4, 5)
+    assert differing(model, twin)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_training_with_torch_adam_equals_one_process_bit_for_bit(foreach):
+    """Rounding is stochastic, of shards too, whatever the state of each rank's generator."""
+    on_ranks(_torch_optimizer, 2, foreach)

@@ -1,5 +1,6 @@
 """Methods of torch.Tensor that never reach an operator, and that would go wrong or do nothing on a wrapper subclass."""
 
+import sys
 from typing import Any
 
 import torch
@@ -49,11 +50,20 @@ def _no_pointer(tensor: Tensor, *args: Any) -> Any:
     )
 
 
+def _data_ptr(tensor: Int8RowwiseTensor) -> int:
+    """That of the codes. accelerate tells tied weights by it: torch would say 0 for all, as if they were one.
+
+    But torch.distributed.checkpoint.async_save copies the parts of a tensor only if it is told 0, and else a storage,
+    which this one doesn't have.
+    """
+    caller = sys._getframe(2).f_globals.get("__name__")
+    return 0 if caller == "torch.distributed.checkpoint._state_dict_stager" else tensor.int_data.data_ptr()
+
+
 FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.is_shared] = _is_shared
 FUNCTIONS[Tensor.numpy] = _no_pointer
-# accelerate tells tied weights by it: torch would say 0 for all, so that every int8 weight became the same one.
-FUNCTIONS[Tensor.data_ptr] = lambda tensor: tensor.int_data.data_ptr()
+FUNCTIONS[Tensor.data_ptr] = _data_ptr
 FUNCTIONS[Tensor.nbytes.__get__] = lambda tensor: tensor.int_data.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.tolist] = lambda tensor: tensor.decode().tolist()
