@@ -1,7 +1,9 @@
 """A model with int8 weights for the tests on several ranks, beside its twin of one process."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -43,7 +45,8 @@ def quantized(trainable=False, device="cpu", dtype=torch.float32, **options):
 
 
 def shard(model, **options):
-    """fully_shard of each layer and the rest."""
+    """fully_shard of each layer and the rest, over all ranks."""
+    options["mesh"] = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)

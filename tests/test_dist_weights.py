@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from dist_weights import batch, differing, loss_of, parts, quantized, shard, whole
 from ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,7 +81,7 @@ def _bytes(rank, world_size, int8):
     layer = torch.nn.Linear(128, 65, bias=False)
     if int8:
         qsub.quantize_(layer, trainable=True)
-    fully_shard(layer)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
     with Wire() as wire:
         layer(torch.randn(2, 128, requires_grad=True)).sum().backward()
     return wire.gathered, wire.reduced
