@@ -128,7 +128,7 @@ def _linear(file: str, passes: str, rows: tuple[str, ...], modes: tuple[str, ...
 
 
 _MODES = ("bf16", "weight only", "int8", "int8, threshold 6")
-_SETS = ("llama-1b fp32", "llama-1b bf16", "vit-b fp32", "vit-b bf16", "many-small fp32", "many-small bf16")
+_SETS = ("llama-1b fp32", "llama-1b bf16", "vit-b fp32", "vit-b bf16", "many-small fp32")
 _LOSSES = {
     "train_loss": "training loss",
     "test_loss": "test loss",
@@ -223,7 +223,11 @@ TABLES = {
     ),
     "linear-forward": _linear("linear.csv", "forward", ("256", "1024", "4096", "16384"), _MODES),
     "linear-backward": _linear("linear.csv", "backward", ("256", "1024", "4096", "16384"), _MODES),
-    "linear-few-rows": _linear("linear.csv", "forward", ("1", "16", "64"), _MODES),
+    "linear-few-rows": _linear("linear-few-rows.csv", "forward", ("1", "16"), _MODES),
+    "linear-peers": Table(
+        "linear-peers.csv",
+        {"mode": "4096 x 4096, one row", "eager_us": "microseconds, eager", "ratio": "against bf16", "error": ""},
+    ),
     "linear-cpu": Table(
         "linear-cpu.csv",
         {"mode": "4096 x 4096, ms / against fp32", **{number: f"{number} rows" for number in ("1", "4", "32", "512")}},

@@ -6,7 +6,6 @@ import triton.language as tl
 from torch import Tensor
 
 from qsub.kernel_launch import launch
-from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 from qsub.linear.kernels.quantize import magnitude_bits, reciprocal_of_scale, round_to_int8
 
 
@@ -37,20 +36,10 @@ def gemv_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    """BN outputs. With QUANTIZE, every program finds the scale of x itself: x is short and stays in cache.
-
-    AHEAD cache lines of each row of W are fetched while the kernel before still runs.
-    """
+    """BN outputs. With QUANTIZE, every program finds the scale of x itself: x is short and stays in cache."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     depth = tl.arange(0, BK)
-    first = int_data + tl.where(rows < N, rows, 0).to(tl.int64)[:, None] * stride_wn
-    if OVERLAP and AHEAD > 0:
-        line = tl.arange(0, AHEAD) * LINE
-        prefetch(first + tl.where(line < K, line, 0)[None, :])
-    wait_for_inputs(OVERLAP)
     factor = tl.load(scale + rows, mask=rows < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
     if QUANTIZE:
         largest = tl.zeros((ROW,), dtype=tl.int32)
@@ -59,7 +48,7 @@ def gemv_kernel(
             largest = tl.maximum(largest, magnitude_bits(tl.load(x + columns, mask=columns < K, other=0.0)))
         row_scale = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
         reciprocal = reciprocal_of_scale(row_scale)
-    pw = first + depth[None, :]
+    pw = int_data + tl.where(rows < N, rows, 0).to(tl.int64)[:, None] * stride_wn + depth[None, :]
     acc = tl.zeros((BN, BK), dtype=tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
         if EVEN_K:
@@ -79,18 +68,6 @@ def gemv_kernel(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < N)
 
 
-def _tile(n: int, overlap: bool) -> tuple[int, int, int, int]:
-    """Weight rows, depth and warps of a program, and cache lines fetched ahead.
-
-    Many small programs keep the most loads in flight; few outputs need more warps along the depth. Once programs fill
-    the device, fetching ahead only adds to them. Measured on H200 for N from 512 to 128256.
-    """
-    ahead = 16 if n <= 8192 else 0
-    if overlap:
-        return (4, 1024, 2, ahead) if 1024 < n <= 4096 else (4, 512, 1, ahead)
-    return (4, 512, 1, ahead) if n >= 4096 else (4, 512, 2, ahead) if n > 1024 else (4, 1024, 4, ahead)
-
-
 def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quantize: bool) -> Tensor:
     """Product of one row: (1, K) x (N, K) -> (1, N) in the dtype of x.
 
@@ -102,11 +79,12 @@ def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quanti
         quantize: quantize x to int8 first. The sum of products of codes is then formed in fp32, exact up to 2**24.
     """
     n, k = int_data.shape
-    overlap = overlaps(x.device)
-    bn, bk, warps, ahead = _tile(n, overlap)
+    # (weight rows, depth, warps) of a program. Many small programs keep the most loads in flight; few outputs need
+    # more warps along the depth. Measured on H200 for N from 512 to 128256.
+    bn, bk, warps = (4, 512, 1) if n >= 4096 else (4, 512, 2) if n > 1024 else (4, 1024, 4)
     out = torch.empty(1, n, device=x.device, dtype=x.dtype)
     row = min(triton.next_power_of_2(k), 4096 * warps) if quantize else 1
     arguments = (x, int_data, scale, bias, out, n, k, int_data.stride(0))
-    constants = (bias is not None, quantize, k % bk == 0, row, bn, bk, 4, ahead, overlap)
-    launch(gemv_kernel, (triton.cdiv(n, bn), 1, 1), arguments, constants, warps, launch_pdl=overlap)
+    constants = (bias is not None, quantize, k % bk == 0, row, bn, bk, 4)
+    launch(gemv_kernel, (triton.cdiv(n, bn), 1, 1), arguments, constants, warps)
     return out
