@@ -10,6 +10,16 @@ from qsub import loading
 from qsub.interop import hook
 from qsub.tensors import codes
 from qsub.tensors.rowwise import Int8RowwiseTensor, check_modes
+from qsub.tensors.rowwise_parallel import (
+    bad_ranks,
+    check_not_gathered,
+    check_placements,
+    decode,
+    encode,
+    forget_shards,
+    is_distributed,
+    local_part,
+)
 
 FilterFn = Callable[[str, nn.Module], bool]
 
@@ -43,7 +53,7 @@ def _selected(
         param = module.get_parameter(key)
         if isinstance(param, nn.UninitializedParameter):
             raise ValueError(f"{_join(name, key)} is not initialized yet: run a forward pass before quantize_")
-        if isinstance(param, Int8RowwiseTensor) or not param.dtype.is_floating_point:
+        if isinstance(local_part(param), Int8RowwiseTensor) or not param.dtype.is_floating_point:
             continue
         yield param, places
 
@@ -54,17 +64,28 @@ def linear_weights(model: nn.Module) -> list[str]:
 
 
 def _check(params: list[tuple[nn.Parameter, str]]) -> None:
-    """ValueError that names the first bad weight; one synchronization for all weights of a device."""
-    absmax: dict[torch.device, list[tuple[torch.Tensor, nn.Parameter, str]]] = {}
+    """ValueError that names the first bad weight, on all ranks that share one; one synchronization for each device."""
     for param, name in params:
-        if param.numel() and param.device.type != "meta":
-            low, high = torch.aminmax(param.detach())
-            absmax.setdefault(param.device, []).append((torch.maximum(-low, high).double(), param, name))
+        check_placements(param, name)
+    absmax: dict[torch.device, list[tuple[torch.Tensor, int]]] = {}
+    for index, (param, _) in enumerate(params):
+        part = local_part(param).detach()
+        if part.numel() and part.device.type != "meta":
+            low, high = torch.aminmax(part)
+            absmax.setdefault(part.device, []).append((torch.maximum(-low, high).double(), index))
+    bad = [False] * len(params)
     for entries in absmax.values():
         good = (torch.stack([entry[0] for entry in entries]) <= codes.FP16_MAX).tolist()
-        for ok, (_, param, name) in zip(good, entries, strict=True):
-            if not ok:
-                codes.check_rows(param.detach(), name)
+        for ok, (_, index) in zip(good, entries, strict=True):
+            bad[index] = not ok
+    for rank, (param, name) in zip(bad_ranks([param for param, _ in params], bad), params, strict=True):
+        if rank >= 0 and any(is_distributed(other) for other, _ in params):
+            raise ValueError(
+                f"{name}: the part on rank {rank} has NaN, Inf or a magnitude over {codes.FP16_MAX:.0f}, which an fp16 "
+                "row scale can't hold. Repair the weight, or leave it in float (quantize_: filter_fn)."
+            )
+        if rank >= 0:
+            codes.check_rows(param.detach(), name)
 
 
 def _bar(items: Iterable[Any], progress: bool, text: str) -> Iterable[Any]:
@@ -94,6 +115,10 @@ def quantize_(
     Linears that share a weight go on sharing it. Quantizing twice changes nothing. Memory: at most the float model
     and one layer at a time. A load_state_dict that fails later leaves the model as it was (see `qsub.loading`).
 
+    Weights that are distributed already (parallelize_module, or fully_shard before the first forward) are quantized
+    where they are, to what they would be if they had been quantized first, bit for bit: the ranks exchange the largest
+    magnitude of each row where columns are cut. All ranks must call it, and all raise if one has a bad weight.
+
     Args:
         model: any module; also a single nn.Linear.
         filter_fn: called with the name of a Linear in the model and the module; False leaves it in float.
@@ -111,18 +136,22 @@ def quantize_(
 
     Raises:
         ValueError: the options don't fit together; or a weight has NaN, Inf or a magnitude over 65504: it is named, and
-            the model is left as it was.
+            the model is left as it was. Or fully_shard has run a forward; or a weight is placed as Partial.
     """
     modes = {"activations": activations, "outlier_threshold": outlier_threshold, "backward_mode": backward}
     check_modes(*modes.values())
     selected = list(_selected(model, filter_fn))
+    if selected:
+        check_not_gathered(model, "quantize_")
     _check([(param, _join(places[0][0], places[0][2])) for param, places in selected])
     selected.reverse()
     for _ in _bar(range(len(selected)), progress, "quantize"):
         param, places = selected.pop()  # so that nothing here holds on to a float weight that has been replaced
-        weight = Int8RowwiseTensor.from_float(param, **modes)
+        weight = encode(param, **modes)
+        local_part(weight).trainable = trainable and param.requires_grad
         _replace(places, nn.Parameter(weight, requires_grad=trainable and param.requires_grad))
         del param
+    forget_shards(model)
     loading.register(model)
     hook.after_quantize(model)
     return model
@@ -136,7 +165,8 @@ def _replace(places: list[tuple[str, nn.Module, str]], new: nn.Parameter) -> Non
 def dequantize_(model: nn.Module, *, progress: bool = False) -> nn.Module:
     """Replace each Int8RowwiseTensor by a plain float parameter of the dtype that it shows, in place.
 
-    Shared weights stay shared and requires_grad stays what it is (False for a weight that quantize_ froze).
+    Shared weights stay shared and requires_grad stays what it is (False for a weight that quantize_ froze). Weights
+    that are distributed stay where they are.
 
     Args:
         model: any module.
@@ -144,11 +174,18 @@ def dequantize_(model: nn.Module, *, progress: bool = False) -> nn.Module:
 
     Returns:
         The model.
+
+    Raises:
+        ValueError: fully_shard has run a forward.
     """
-    places = [p for p in _owners(model).values() if isinstance(p[0][1]._parameters[p[0][2]], Int8RowwiseTensor)]
+    owners = _owners(model).values()
+    places = [p for p in owners if isinstance(local_part(p[0][1]._parameters[p[0][2]]), Int8RowwiseTensor)]
+    if places:
+        check_not_gathered(model, "dequantize_")
     for shared in _bar(places, progress, "dequantize"):
         weight = shared[0][1]._parameters[shared[0][2]]
-        _replace(shared, nn.Parameter(weight.decode(), requires_grad=weight.requires_grad))
+        _replace(shared, nn.Parameter(decode(weight), requires_grad=weight.requires_grad))
+    forget_shards(model)
     for module in model.modules():
         loading.unregister(module)
     hook.after_dequantize(model)

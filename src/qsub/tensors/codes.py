@@ -44,7 +44,7 @@ def check_rows(weight: Tensor, name: str = "weight", first: int = 0) -> None:
         )
 
 
-def quantize_rows(weight: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor, noise: Tensor | None = None, absmax: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Encode a float matrix: `scale = fp16(max|row|)`, `codes = round(row * 127 / scale)`.
 
     The division uses the rounded scale, in fp32. With `noise` the codes are rounded stochastically, and the scale
@@ -53,11 +53,12 @@ def quantize_rows(weight: Tensor, noise: Tensor | None = None) -> tuple[Tensor, 
     Args:
         weight: (rows, columns), any float dtype; finite, at most 65504 in magnitude.
         noise: (rows, columns) fp32, uniform in [0, 1), or None to round to nearest (half to even).
+        absmax: (rows,) fp32, the largest magnitude of each row, where `weight` has only some of its columns.
 
     Returns:
         int8 codes (rows, columns) in [-127, 127] and the fp16 scale (rows,). A zero row has scale 0 and codes 0.
     """
-    absmax = row_absmax(weight)
+    absmax = row_absmax(weight) if absmax is None else absmax
     scale = absmax.to(torch.float16)  # (rows,)
     if noise is not None:
         above = (scale.view(torch.int16) + 1).view(torch.float16)
