@@ -8,6 +8,7 @@ test module defines at its top level, so that it can be pickled; arguments and r
 import atexit
 import os
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 _pools: dict[tuple[int, str], "RankPool"] = {}
+
+
+class RankDied(RuntimeError):
+    """A process ended while it ran a function, by a signal as a rule."""
 
 
 class RankPool:
@@ -51,7 +56,12 @@ class RankPool:
                 raise TimeoutError(f"ranks {missing} have not answered within {timeout} s; answered: {results}")
             for pipe in ready:
                 rank = self.pipes.index(pipe)  # type: ignore[arg-type]
-                failed, value = pipe.recv()  # type: ignore[union-attr]
+                try:
+                    failed, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError) as error:
+                    self.processes[rank].join(10)
+                    code = self.processes[rank].exitcode
+                    raise RankDied(f"rank {rank} of {len(self.pipes)} died with exit code {code}") from error
                 if failed:
                     raise RuntimeError(f"rank {rank} of {len(self.pipes)} failed:\n{value}")
                 results[rank] = value
@@ -69,6 +79,17 @@ def on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout: float = 120
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world_size` ranks; a pool in which something failed is not used again."""
+    try:
+        return _run(function, world_size, args, backend, timeout)
+    except RankDied as error:
+        # Seen once, in malloc, in a pool that had run many tests before: new processes tell whether it is this test.
+        print(f"{error}; once more, in new processes", file=sys.stderr)
+        return _run(function, world_size, args, backend, timeout)
+
+
+def _run(
+    function: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str, timeout: float
+) -> list[Any]:
     key = (world_size, backend)
     if key not in _pools:
         _pools[key] = RankPool(world_size, backend)

@@ -1,9 +1,11 @@
 """The pools of processes that the distributed tests run on."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import on_ranks
+from ranks import RankDied, on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -18,6 +20,20 @@ def _fail_on(rank: int, bad: int) -> int:
     if rank == bad:
         raise ValueError(f"rank {rank} is bad")
     return rank
+
+
+def _die(rank: int, marker: str, always: bool) -> int:
+    if rank == 1 and (always or not os.path.exists(marker)):
+        open(marker, "w").close()
+        os._exit(7)
+    dist.barrier()
+    return rank
+
+
+def test_a_rank_that_dies_is_given_one_more_try(tmp_path):
+    assert on_ranks(_die, 2, str(tmp_path / "died"), False) == [0, 1]
+    with pytest.raises(RankDied, match="rank 1 of 2 died with exit code 7"):
+        on_ranks(_die, 2, str(tmp_path / "died"), True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
