@@ -296,7 +296,8 @@ def main() -> None:
                 table += found
                 for row in found:
                     print(layer, harness.one_line(row), flush=True)
-    harness.write_results(f"{options.output}-peers" if options.peers else options.output, table, record, "cuda")
+            target = f"{options.output}-peers" if options.peers else options.output
+            harness.write_results(target, table, record, "cuda")  # after each layer: a run may be stopped
 
 
 if __name__ == "__main__":
