@@ -82,7 +82,7 @@ def on_ranks(
     try:
         return _run(function, world_size, args, backend, timeout)
     except RankDied as error:
-        # Seen in two runs of all tests, in malloc once, in pools that had run many: new processes tell if it is this test.
+        # Seen in two runs of all tests, in pools that had run many: new processes tell whether it is this test.
         print(f"{error}; once more, in new processes", file=sys.stderr)
         return _run(function, world_size, args, backend, timeout)
 
