@@ -3,8 +3,7 @@
 Each program reads which part of which parameter is its own from a map, and the addresses from a table in device
 memory. It works on BLOCKS blocks of one parameter, or on as many elements where the state is fp32.
 
-The kind of a parameter is `layout * 9 + dtype of the parameter * 3 + dtype of the gradient`. Only the kinds that a
-launch has are compiled into it (the bits of KINDS).
+Kind of a parameter: `layout * 9 + its dtype * 3 + dtype of the gradient`. A launch compiles those it has (KINDS).
 """
 
 # What Triton's functions take and return is the compiler's matter, not that of a type checker.
