@@ -2,6 +2,7 @@
 
 import csv
 import importlib.metadata
+import os
 import pathlib
 import platform
 import resource
@@ -91,11 +92,13 @@ def one_line(row: dict[str, Any]) -> str:
 
 
 def write_csv(path: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows of equal keys."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
+    """Write rows of equal keys. The file is whole at any time, also if the process is killed here."""
+    part = f"{path}.part"
+    with open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+    os.replace(part, path)
 
 
 def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any], device: str = "") -> None:

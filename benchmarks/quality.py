@@ -7,25 +7,23 @@
 Needs `make data`. Writes quality_minilm.csv, quality_smollm2.csv, quality_training.csv (a row for each seed),
 quality_curves.csv and quality_speed.csv, each row as soon as it is known; rows of earlier calls stay unless they are
 measured again. Losses don't depend on what else the machine does, so `--jobs` runs train at once; step times and peak
-memory are measured afterwards, one run at a time.
+memory are measured afterwards, one run at a time. The runs of `ALONE` are one at a time too: processes take turns on the
+GPU, so each wait for it lasts as long as the others' turns, and these wait at every parameter or layer.
 """
 
 import argparse
-import concurrent.futures
-import contextlib
 import csv
 import gc
 import importlib
-import multiprocessing
 import pathlib
-import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import harness
 import quality_inference
 import torch
+from quality_jobs import Job, Rows, run_alone, run_beside
 from quality_tasks import LORA, TASKS, Task, lora
 from torch import Tensor, nn
 from train_vit import OPTIMIZERS
@@ -51,8 +49,9 @@ TIMED = {
     "ViT, Fashion-MNIST": FUSED + ADAMW,
     "MiniLM, reviews": FUSED + ADAMW,
 }
+COMPARED = {"SmolLM2-135M": "smollm2", "MiniLM": "minilm"}  # models of the inference part, and their files' names
+ALONE = ("bitsandbytes AdamW8bit", "bitsandbytes, threshold 6")
 POINTS = 60  # of a loss curve
-Rows = list[dict[str, Any]]
 
 
 def make_task(name: str, run: str, device: str, small: bool) -> Task:
@@ -138,20 +137,18 @@ def curve(losses: list[float]) -> list[tuple[int, float]]:
     ]
 
 
-def train_seeds(name: str, run: str, device: str, small: bool, seeds: int) -> Iterator[tuple[str, Rows]]:
-    """All seeds of one run: rows of quality_training.csv and quality_curves.csv."""
-    task = make_task(name, run, device, small)
-    for seed in range(seeds):
-        result, losses = train(task, run, seed)
-        key = {"task": name, "run": run, "seed": seed}
-        yield "quality_training", [{**key, **result}]
-        yield "quality_curves", [{**key, "step": step, "loss": f"{loss:.5f}"} for step, loss in curve(losses)]
+def train_seed(name: str, run: str, device: str, small: bool, seed: int) -> Iterator[tuple[str, Rows]]:
+    """Rows of quality_training.csv and quality_curves.csv."""
+    result, losses = train(make_task(name, run, device, small), run, seed)
+    key = {"task": name, "run": run, "seed": seed}
+    yield "quality_curves", [{**key, "step": step, "loss": f"{loss:.5f}"} for step, loss in curve(losses)]
+    yield "quality_training", [{**key, **result}]
 
 
-def inference(model: str, device: str, small: bool) -> Iterator[tuple[str, Rows]]:
+def inference(model: str, modes: list[str], device: str, small: bool) -> Iterator[tuple[str, Rows]]:
     """The rows of quality_minilm.csv or quality_smollm2.csv."""
-    for row in getattr(quality_inference, f"{model}_rows")(device, small):
-        yield f"quality_{model}", [row]
+    for row in getattr(quality_inference, f"{COMPARED[model]}_rows")(device, small, modes):
+        yield f"quality_{COMPARED[model]}", [row]
 
 
 def speed(name: str, run: str, device: str, small: bool) -> Iterator[tuple[str, Rows]]:
@@ -189,6 +186,17 @@ def speed(name: str, run: str, device: str, small: bool) -> Iterator[tuple[str, 
 
 
 KEYS = ("model", "mode", "task", "run", "seed", "step")
+PLACES = {
+    "task": list(TRAINED),
+    "run": [*FUSED, *ADAMW, *ADAM, *BASES],
+    "mode": list(quality_inference.COMPARED),
+}
+
+
+def _place(row: dict[str, Any]) -> tuple[int, ...]:
+    """Rows stand in the order of the lists above, whichever ended first."""
+    names = (known.index(row[key]) if row.get(key) in known else -1 for key, known in PLACES.items())
+    return (*names, int(row.get("seed") or 0), int(row.get("step") or 0))
 
 
 class Results:
@@ -200,7 +208,7 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, rows: Rows) -> None:
-        """Append rows, or put them in the place of those of the same keys."""
+        """Add rows, or put them in the place of those of the same keys."""
         path = self.folder / f"{name}.csv"
         if name not in self.rows:
             self.rows[name] = {}
@@ -210,7 +218,7 @@ class Results:
         record = {} if name == "quality_curves" else self.record
         for row in rows:
             self.rows[name][self._key(row)] = {**row, **record}
-        kept = self.rows[name].values()
+        kept = sorted(self.rows[name].values(), key=_place)
         columns = [key for key in dict.fromkeys(key for row in kept for key in row) if key not in record]
         harness.write_csv(str(path), [{**dict.fromkeys([*columns, *record], ""), **row} for row in kept])
         if record:
@@ -221,97 +229,67 @@ class Results:
         return tuple(str(row.get(key, "")) for key in KEYS)
 
 
-def _chosen(cases: dict[str, list[str]], args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The cases that the options ask for, a round of first runs of each task, then of second ones, and so on."""
+def _chosen(cases: dict[str, list[str]], args: argparse.Namespace, parts: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """The cases that the options ask for, a round of first runs of each task, then of second ones, and so on.
+
+    `parts` names for each task the part that it belongs to.
+    """
     chosen = {
         name: [run for run in runs if not args.runs or run in args.runs]
         for name, runs in cases.items()
-        if (args.tasks is None or name in args.tasks) and ("lora" if name == LORA else "training") in args.parts
+        if (args.tasks is None or name in args.tasks) and parts[name] in args.parts
     }
     for turn in range(max(map(len, chosen.values()), default=0)):
         yield from ((name, runs[turn]) for name, runs in chosen.items() if turn < len(runs))
 
 
-Job = tuple[Callable[..., Iterator[tuple[str, Rows]]], tuple[Any, ...]]
-
-
 def jobs(args: argparse.Namespace) -> tuple[list[Job], list[Job], list[Job]]:
-    """What may run beside others, what must run alone, and what is timed and runs alone too.
-
-    bitsandbytes' runs come alone: beside others they made no progress in the time that those took.
-    """
+    """What may run beside others, what must run alone, and what is timed and runs alone too."""
     beside: list[Job] = []
     alone: list[Job] = []
-    if "inference" in args.parts:
-        beside += [(inference, (model, args.device, args.small)) for model in ("smollm2", "minilm")]
-    for name, run in _chosen(TRAINED, args):
-        waits = run == "bitsandbytes AdamW8bit"
-        (alone if waits else beside).append((train_seeds, (name, run, args.device, args.small, args.seeds)))
-    timed = [(speed, (name, run, args.device, args.small)) for name, run in _chosen(TIMED, args)]
-    return beside, alone, timed if "speed" in args.parts else []
-
-
-def run_alone(work: list[Job], results: Results, end: float) -> None:
-    """One job after the other; one that fails is printed, and the others go on."""
-    for function, values in work:
-        if time.perf_counter() > end:
-            print(f"out of time: {function.__name__} {values}", flush=True)
+    options = (args.device, args.small)
+    for model in COMPARED if "inference" in args.parts else ():
+        if args.tasks is not None and model not in args.tasks:
             continue
-        try:
-            for file, rows in function(*values):
-                results.add(file, rows)
-        except Exception as error:
-            print(f"failed: {function.__name__} {values}: {type(error).__name__}: {error}", flush=True)
+        modes = [mode for mode in quality_inference.COMPARED if not args.runs or mode in args.runs]
+        for work, kept in ((beside, set(modes) - set(ALONE)), (alone, set(modes) & set(ALONE))):
+            if kept:
+                work.append((inference, (model, [mode for mode in modes if mode in kept], *options)))
+    training = {name: "lora" if name == LORA else "training" for name in TRAINED}
+    for seed in range(args.seeds):
+        for name, run in _chosen(TRAINED, args, training):
+            (alone if run in ALONE else beside).append((train_seed, (name, run, *options, seed)))
+    timed = [(speed, (name, run, *options)) for name, run in _chosen(TIMED, args, dict.fromkeys(TIMED, "speed"))]
+    return beside, alone, timed
 
 
-def _prepare_worker() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.set_num_threads(max(1, torch.get_num_threads() // 8))
-
-
-def _forward(rows_to: Any, job: Job) -> None:
-    for item in job[0](*job[1]):
-        rows_to.put(item)
-
-
-def run_beside(work: list[Job], results: Results, end: float, count: int) -> None:
-    """Up to `count` jobs at a time, each in a process; at the time `end` those still running are stopped."""
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, concurrent.futures.ProcessPoolExecutor(count, context, _prepare_worker) as pool:
-        rows_from = manager.Queue()
-        futures = {pool.submit(_forward, rows_from, job): job for job in work}
-        while not (all(future.done() for future in futures) and rows_from.empty()):
-            with contextlib.suppress(queue.Empty):
-                results.add(*rows_from.get(timeout=1))
-            if time.perf_counter() > end:
-                for process in list(pool._processes.values()):
-                    process.terminate()
-                break
-    for future, (function, values) in futures.items():
-        if not future.done() or future.cancelled() or future.exception():
-            print(f"failed or out of time: {function.__name__} {values}", flush=True)
-
-
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", default=["inference", "training", "lora", "speed"])
-    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, LORA], help="default: all")
-    parser.add_argument("--runs", nargs="+", help="optimizers, and bases of LoRA; default: all")
+    parts = ["inference", "training", "lora", "speed"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS, LORA, *COMPARED], help="and models; default: all")
+    parser.add_argument("--runs", nargs="+", help="optimizers, bases of LoRA and modes of inference; default: all")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a few steps and windows: to see that it runs")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time in processes of their own; 0: in this one")
-    parser.add_argument("--limit", type=float, default=3600, help="seconds after which no run begins or stays")
+    parser.add_argument(
+        "--limit", type=float, default=3600, help="seconds after which no run begins, and none of --jobs stays"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
     results = Results(args.out, harness.environment(args.device))
     end = time.perf_counter() + args.limit
     torch.backends.cuda.matmul.allow_tf32 = False
     beside, alone, timed = jobs(args)
     if args.jobs:
-        run_beside(beside, results, end, args.jobs)
+        run_beside(beside, results.add, end, args.jobs)
         beside = []
-    run_alone([*beside, *alone, *timed], results, end)
+    run_alone([*beside, *alone, *timed], results.add, end)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ in every mode, as do the embeddings.
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import real_inputs
@@ -18,6 +18,8 @@ from quality_modes import MODES, quantize_as
 from quality_tasks import HELD_OUT, smollm2_model, windows
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
+
+COMPARED = ("fp32", *MODES)
 
 
 @torch.no_grad()
@@ -51,22 +53,23 @@ def next_tokens(reference: nn.Module, model: nn.Module, ids: Tensor, size: int =
 
 
 def _compare(
-    reference: nn.Module, device: str, measure: Callable[[nn.Module], dict[str, float]]
+    reference: nn.Module, modes: Sequence[str], device: str, measure: Callable[[nn.Module], dict[str, float]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for the reference and for each mode; a peer that fails is a row that says so."""
-    yield {"mode": "fp32", **measure(reference)}
-    for mode in MODES:
+    """A row for each mode, fp32 being the reference itself; a peer that fails is a row that says so."""
+    for mode in modes:
         try:
             with warnings.catch_warnings():  # bitsandbytes tells of its fp16 cast
                 warnings.simplefilter("ignore")
-                yield {"mode": mode, **measure(quantize_as(mode, copy.deepcopy(reference), device))}
+                model = reference if mode == "fp32" else quantize_as(mode, copy.deepcopy(reference), device)
+                row = {"mode": mode, **measure(model)}
+            yield row
         except Exception as error:
-            if mode.startswith("qsub"):
+            if not mode.startswith(("bitsandbytes", "torchao")):
                 raise
             yield {"mode": mode, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"}
 
 
-def minilm_rows(device: str, small: bool) -> Iterator[dict[str, Any]]:
+def minilm_rows(device: str, small: bool, modes: Sequence[str] = COMPARED) -> Iterator[dict[str, Any]]:
     """Cosine to the fp32 embeddings of 1,000 reviews, 256 tokens at most: mean and minimum."""
     folder = real_inputs.minilm_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -84,11 +87,11 @@ def minilm_rows(device: str, small: bool) -> Iterator[dict[str, Any]]:
         cosine = (embeddings(model, batches).double() * expected.double()).sum(1)
         return {"cosine_mean": cosine.mean().item(), "cosine_min": cosine.min().item()}
 
-    for row in _compare(reference, device, measure):
+    for row in _compare(reference, modes, device, measure):
         yield {"model": "MiniLM", "texts": len(texts), **row}
 
 
-def smollm2_rows(device: str, small: bool) -> Iterator[dict[str, Any]]:
+def smollm2_rows(device: str, small: bool, modes: Sequence[str] = COMPARED) -> Iterator[dict[str, Any]]:
     """Perplexity, agreement and KL on a novel and on the reviews, in windows of 512 tokens; on a CPU, fewer of 256."""
     length, count = (32, 2) if small else (512, 128) if device.startswith("cuda") else (256, 16)
     review_text = "\n\n".join(text for text, _ in real_inputs.reviews()[1])
@@ -102,5 +105,5 @@ def smollm2_rows(device: str, small: bool) -> Iterator[dict[str, Any]]:
             result |= {f"{name}_{key}": value for key, value in next_tokens(reference, model, part).items()}
         return result
 
-    for row in _compare(reference, device, measure):
+    for row in _compare(reference, modes, device, measure):
         yield {"model": "SmolLM2-135M", "texts": f"{len(ids['austen'])} + {len(ids['reviews'])} x {length}", **row}

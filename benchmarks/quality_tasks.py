@@ -4,6 +4,7 @@ Each task stands for a use: from scratch (ViT), a fine-tuned encoder (MiniLM), a
 and adapters on a frozen language model (LoRA).
 """
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -130,6 +131,7 @@ def minilm(device: str, small: bool) -> Task:
     )
 
 
+@functools.cache
 def windows(text: str, length: int, device: str) -> Tensor:
     """Token ids of a text in windows that don't overlap: (windows, length); what is left at the end is dropped."""
     tokenizer = AutoTokenizer.from_pretrained(real_inputs.smollm2_folder())

@@ -2,8 +2,10 @@
 
 import csv
 import math
+import os
 import pathlib
 import sys
+import time
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 pytest.importorskip("transformers")
 import quality  # noqa: E402
 import quality_inference  # noqa: E402
+import quality_jobs  # noqa: E402
 import quality_modes  # noqa: E402
 import quality_tables  # noqa: E402
 import quality_tasks  # noqa: E402
@@ -110,6 +113,72 @@ def test_lora_trains_on_an_int8_base_and_leaves_it_alone():
     assert len(losses) == task.steps and all(loss.isfinite() for loss in losses)
     assert all(torch.equal(before[name], weight.int_data) for name, weight in weights.items())
     assert not all(map(torch.equal, sums, adapters))
+
+
+def test_rows_outlive_jobs_that_raise_crash_or_hang(capsys):
+    """What a process sent counts, whatever becomes of it and of the others."""
+    got = []
+    first, last = ("a", [{"seed": 0}]), ("b", [{"seed": 1}])
+    work = [(time.sleep, (600,)), (iter, ([first],)), (int, ("x",)), (os._exit, (3,)), (iter, ([last],))]
+    start = time.perf_counter()
+    quality_jobs.run_beside(work, lambda *item: got.append(item), start + 40, count=2)
+    assert got == [first, last] and time.perf_counter() - start < 60
+    assert capsys.readouterr().out.splitlines() == [
+        "failed: int ('x',): exit code 1",
+        "failed: _exit (3,): exit code 3",
+        "failed: sleep (600,): out of time",
+    ]
+
+
+def test_a_job_that_raises_costs_the_later_ones_nothing_and_none_begins_too_late(capsys):
+    got = []
+    work = [(int, ("x",)), (iter, ([("a", [])],))]
+    quality_jobs.run_alone(work, lambda *item: got.append(item), time.perf_counter() + 60)
+    assert got == [("a", [])]
+    quality_jobs.run_alone(work[1:], lambda *item: got.append(item), time.perf_counter() - 1)
+    assert len(got) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("failed: int ('x',): ValueError") and lines[1].endswith("out of time")
+
+
+def arguments(*given):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["quality.py", "--device", "cpu", *given])
+        return quality.parse()
+
+
+def test_what_waits_for_the_gpu_at_each_parameter_or_layer_runs_alone():
+    beside, alone, timed = quality.jobs(arguments())
+    together = [str(job) for job in beside]
+    assert not any(name in job for job in together for name in quality.ALONE)
+    assert [values[:2] for function, values in alone if function is quality.inference] == [
+        ("SmolLM2-135M", ["bitsandbytes, threshold 6"]),
+        ("MiniLM", ["bitsandbytes, threshold 6"]),
+    ]
+    trained = {values[:2] + values[-1:] for job in (beside, alone) for function, values in job if len(values) == 5}
+    expected = {(name, run, seed) for name, runs in quality.TRAINED.items() for run in runs for seed in range(3)}
+    assert trained == expected and len(timed) == sum(map(len, quality.TIMED.values()))
+    assert quality.jobs(arguments("--parts", "speed")) == ([], [], timed)
+    assert not quality.jobs(arguments("--parts", "training", "lora"))[2]
+    some = quality.jobs(arguments("--tasks", "SmolLM2-135M", "--runs", "fp32", "int4"))
+    assert [values[:2] for _, values in some[0]] == [("SmolLM2-135M", ["fp32", "int4"])] and some[1:] == ([], [])
+
+
+def test_rows_stand_in_the_same_order_whichever_ends_first(tmp_path):
+    runs = [("torchao AdamW8bit", 1), ("qsub AdamW8bit", 2), ("torch AdamW", 0), ("torchao AdamW8bit", 0)]
+    for run, seed in runs:
+        results = quality.Results(tmp_path, {"device": "x"})
+        results.add("quality_training", [{"task": "ViT, Fashion-MNIST", "run": run, "seed": seed}])
+    for mode in ("int4", "qsub weight only", "fp32"):
+        results.add("quality_minilm", [{"model": "MiniLM", "mode": mode}])
+    read = {path.stem: list(csv.DictReader(path.read_text().splitlines())) for path in tmp_path.iterdir()}
+    assert [(row["run"], row["seed"]) for row in read["quality_training"]] == [
+        ("torch AdamW", "0"),
+        ("qsub AdamW8bit", "2"),
+        ("torchao AdamW8bit", "0"),
+        ("torchao AdamW8bit", "1"),
+    ]
+    assert [row["mode"] for row in read["quality_minilm"]] == ["fp32", "qsub weight only", "int4"]
 
 
 def test_kl_agreement_and_perplexity_are_those_of_their_definitions():
