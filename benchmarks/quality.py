@@ -7,8 +7,8 @@
 Needs `make data`. Writes quality_minilm.csv, quality_smollm2.csv, quality_training.csv (a row for each seed),
 quality_curves.csv and quality_speed.csv, each row as soon as it is known; rows of earlier calls stay unless they are
 measured again. Losses don't depend on what else the machine does, so `--jobs` runs train at once; step times and peak
-memory are measured afterwards, one run at a time. The runs of `ALONE` are one at a time too: processes take turns on the
-GPU, so each wait for it lasts as long as the others' turns, and these wait at every parameter or layer.
+memory are measured afterwards, one run at a time. The runs of `ALONE` are one at a time too: processes take turns on
+the GPU, so each wait for it lasts as long as the others' turns, and these wait at every parameter or layer.
 """
 
 import argparse
