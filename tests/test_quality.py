@@ -89,10 +89,9 @@ def test_embeddings_of_int8_are_near_and_of_int4_are_not():
 
 
 @pytest.mark.slow
-def test_next_tokens_of_int8_are_near_and_of_int4_are_not(monkeypatch):
-    kept = ("qsub weight only", "int4")
-    monkeypatch.setattr(quality_inference, "MODES", {mode: quality_modes.MODES[mode] for mode in kept})
-    exact, int8, int4 = quality_inference.smollm2_rows("cpu", small=True)
+def test_next_tokens_of_int8_are_near_and_of_int4_are_not():
+    modes = ["fp32", "qsub weight only", "int4"]
+    exact, int8, int4 = quality_inference.smollm2_rows("cpu", True, modes)
     assert exact["austen_kl"] == 0 and exact["austen_top1_agreement"] == 1
     assert 0 < int8["austen_kl"] < 0.02 < int4["austen_kl"]
     assert abs(math.log(int8["austen_perplexity"] / exact["austen_perplexity"])) < 0.05
