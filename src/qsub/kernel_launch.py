@@ -1,9 +1,13 @@
-"""Launches of Triton kernels without its specialization of the arguments at each call, which is slow."""
+"""Launches of Triton kernels without its specialization of the arguments at each call, which is slow.
+
+Also the integer functions that choose a grid: those of the module `triton` take some 6 us a call.
+"""
 
 import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -20,10 +24,11 @@ def launch(
     """Run `kernel[grid](*arguments, *constants)` on the current device and stream.
 
     The compiled kernel is kept under what Triton specializes on: dtypes, alignment of pointers, and whether integers
-    are 1 or multiples of 16. A kernel's run-time integers are below 2**31.
+    are 1 or multiples of 16. A kernel's run-time integers are below 2**31. A kept kernel gets addresses in place of
+    tensors, which it would ask each tensor and the driver for.
 
     Args:
-        kernel: a `triton.jit` function whose `tl.constexpr` parameters come last.
+        kernel: a `triton.jit` function of a module, whose `tl.constexpr` parameters come last.
         grid: number of programs along three axes.
         arguments: tensors, numbers, tensor descriptors or None, for the run-time parameters.
         constants: values of the `tl.constexpr` parameters.
@@ -31,28 +36,55 @@ def launch(
         stages: pipeline stages of its loops.
         options: of the compiler, the same at each launch of a kernel.
     """
-    key: list[Any] = [kernel, constants, warps, stages]
-    device = None
+    key: list[Any] = [id(kernel), constants, warps, stages]  # its hash is that of its source, found anew each time
+    values: list[Any] = []
+    device = -1
     for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            key.append(argument.dtype)
-            key.append(argument.data_ptr() % 16 == 0)
-            if device is None:
-                device = argument.device
-        elif type(argument) is int:
+        kind = type(argument)
+        if kind is int:
             key.append(argument if argument == 1 else argument % 16 == 0 and 16)
-        elif argument is None or type(argument) is float:
-            key.append(type(argument))
+        elif argument is None or kind is float:
+            key.append(kind)
+        elif isinstance(argument, Tensor):
+            key.append(argument.dtype)
+            argument, device = argument.data_ptr(), argument.get_device()
+            key.append(argument % 16 == 0)
         else:
             key.append(argument.base.dtype)  # a tensor descriptor; its block shape is among the constants
+        values.append(argument)
     key.append(device)
-    compiled = _compiled.get(tuple(key))
-    if compiled is not None:
-        compiled[grid](*arguments, *constants)
+    identity = tuple(key)
+    compiled = _compiled.get(identity)
+    if compiled is None:
+        compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **options)
+        if compiled is not None:  # None under Triton's interpreter
+            _compiled[identity] = compiled
         return
-    compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **options)
-    if compiled is not None:  # None under Triton's interpreter
-        _compiled[tuple(key)] = compiled
+    hooks = _hooks()
+    if hooks.launch_enter_hook is None and hooks.launch_exit_hook is None:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+        run(*grid, stream, function, packed, None, None, None, *values, *constants)
+    else:  # a profiler of Triton's is told of the arguments
+        compiled[grid](*arguments, *constants)
+
+
+@functools.cache
+def _hooks() -> Any:
+    """Triton's settings that name the functions to call at each launch."""
+    from triton import knobs
+
+    return knobs.runtime
+
+
+def cdiv(a: int, b: int) -> int:
+    """Smallest integer that is not below a / b."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of 2 that is not below n, which is positive."""
+    return 1 << (n - 1).bit_length()
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """CUDA paths of the int8 linear: which kernel runs for which mode and number of rows."""
 
-import functools
 import importlib.util
 
 import torch
@@ -10,16 +9,15 @@ from qsub.linear import reference
 from qsub.linear.reference import MAX_INT32_TERMS
 from qsub.tensors.codes import dequantize_rows
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+if _HAS_TRITON:
+    from qsub.linear.kernels import digits, few_rows, gemm, gemv, quantize, weight
+
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _use_kernels(dtype: torch.dtype) -> bool:
-    return dtype in _KERNEL_DTYPES and _has_triton()
+    return dtype in _KERNEL_DTYPES and _HAS_TRITON
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -44,8 +42,6 @@ def int8_mm(
         return reference.int8_mm(
             x, int_data, scale, bias, int8_activations=int8_activations, outlier_threshold=outlier_threshold
         )
-    from qsub.linear.kernels import digits, few_rows, gemm, gemv, quantize
-
     x, int_data, scale = _rows_contiguous(x), _rows_contiguous(int_data), scale.contiguous()
     bias = None if bias is None else bias.contiguous()
     rows = x.shape[0]
@@ -88,8 +84,6 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
         return torch.mm(grad, dequantize(int_data, scale, grad.dtype))
     if not _use_kernels(grad.dtype) or grad.shape[1] > MAX_INT32_TERMS:
         return reference.int8_mm_transposed(grad, int_data, scale, int8_grad=True)
-    from qsub.linear.kernels import gemm, quantize, weight
-
     codes, row_scale = quantize.quantize_rows(_rows_contiguous(grad), fold=scale.contiguous())
     return gemm.int8_gemm(codes, weight.transpose(_rows_contiguous(int_data)), row_scale, None, None, grad.dtype)
 
@@ -98,6 +92,4 @@ def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Float weight (N, K) in `dtype` on CUDA."""
     if not int_data.numel() or not _use_kernels(dtype):
         return dequantize_rows(int_data, scale, dtype)
-    from qsub.linear.kernels import weight
-
     return weight.dequantize(_rows_contiguous(int_data), scale.contiguous(), dtype)

@@ -29,7 +29,11 @@ class _Int8Linear(torch.autograd.Function):
         grad2d = _as_matrix(grad)
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_x = _mm_transposed(grad2d, int_data, scale, int8_grad=ctx.int8_backward)
+            if torch.is_grad_enabled():  # a gradient of the gradient is asked for
+                grad_x = _mm_transposed(grad2d, int_data, scale, int8_grad=ctx.int8_backward)
+            else:
+                with torch._C._AutoDispatchBelowAutograd():
+                    grad_x = _mm_transposed(grad2d, int_data, scale, int8_grad=ctx.int8_backward)
             if grad.dim() != 2:
                 grad_x = grad_x.view(*grad.shape[:-1], int_data.shape[1])
         if ctx.needs_input_grad[3]:

@@ -45,14 +45,18 @@ def _without_autocast(device: str, function: Callable[..., Tensor]) -> Callable[
 
 def _on_cuda(name: str) -> Callable[..., Tensor]:
     """A function of `qsub.linear.cuda`, imported at the first CUDA tensor and run on that tensor's device."""
+    function: Callable[..., Tensor] | None = None
 
     def kernel(first: Tensor, *args, **kwargs):
-        from qsub.linear import cuda
+        nonlocal function
+        if function is None:
+            from qsub.linear import cuda
 
-        if first.device.index == torch.cuda.current_device():
-            return getattr(cuda, name)(first, *args, **kwargs)
+            function = getattr(cuda, name)
+        if first.get_device() == torch.cuda.current_device():
+            return function(first, *args, **kwargs)
         with torch.cuda.device(first.device):
-            return getattr(cuda, name)(first, *args, **kwargs)
+            return function(first, *args, **kwargs)
 
     return _without_autocast("cuda", kernel)
 

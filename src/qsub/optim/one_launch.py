@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from qsub.kernel_launch import launch
+from qsub.kernel_launch import cdiv, launch
 from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
@@ -225,7 +224,7 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
     count, decoupled, block_size = len(plan.ids), group["decoupled_weight_decay"], group["block_size"]
     changed = hyper.take_changed()
     values = [0.0] * (1 + N_HYPER) if changed is None else [1.0, *changed]
-    grid = (triton.cdiv(count, _LANES), 1, 1)
+    grid = (cdiv(count, _LANES), 1, 1)
     arguments = (pointers, plan.steps, plan.scalars, hyper.tensor, hyper.seed, count, *values)
     launch(prepare_kernel, grid, arguments, (_LANES, decoupled), warps=4, **_OPTIONS)
     if not plan.programs.shape[0]:  # shards without rows alone

@@ -10,6 +10,7 @@ result. Products are exact. The weight is the left operand, of which the tensor 
 digits are the right one, of which they take as few as 8.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsub.kernel_launch import launch, multiprocessors
+from qsub.kernel_launch import cdiv, launch, multiprocessors, next_power_of_2
 from qsub.linear.kernels.gemm import takes_descriptor
 from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 from qsub.linear.kernels.quantize import magnitude_bits, quantize_rows, reciprocal_of_scale, round_to_int8
@@ -138,15 +139,16 @@ def sum_partials_kernel(
     tl.store(out + row * N + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
+@functools.lru_cache(4096)
 def _tile(digits: int, n: int, sms: int) -> _Tile:
     """Tile for that many digits (rows of x times digits of each); small products are split along the depth.
 
     With less than one program per multiprocessor, each keeps as much of W in flight as its memory holds; with more,
     two share one. Measured on H200 for N and K from 512 to 128256.
     """
-    bd = min(128, max(16, triton.next_power_of_2(digits)))
-    bn = 128 if digits > 128 and triton.cdiv(digits, bd) * triton.cdiv(n, 128) > sms else 64
-    tiles = triton.cdiv(digits, bd) * triton.cdiv(n, bn)
+    bd = min(128, max(16, next_power_of_2(digits)))
+    bn = 128 if digits > 128 and cdiv(digits, bd) * cdiv(n, 128) > sms else 64
+    tiles = cdiv(digits, bd) * cdiv(n, bn)
     if bd <= 32:
         bk, stages = 256, 5
     elif bd == 64:
@@ -183,7 +185,7 @@ def digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, in
         count = 2
         codes = torch.empty(2 * m, k, device=device, dtype=torch.int8)
         row_scale = torch.empty(m, device=device, dtype=torch.float32)
-        block = triton.next_power_of_2(k)
+        block = next_power_of_2(k)
         warps = min(16, max(1, block // 512))
         arguments = (x, codes, row_scale, m, k, x.stride(0))
         launch(quantize_digits_kernel, (m, 1, 1), arguments, (block, overlap), warps, launch_pdl=overlap)
@@ -193,13 +195,13 @@ def digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, in
     target = out if tile.split == 1 else torch.empty(tile.split * m, n, device=device, dtype=torch.float32)
     a = TensorDescriptor(codes, [count * m, k], [k, 1], [tile.digits, tile.bk])
     b = TensorDescriptor(int_data, [n, k], [int_data.stride(0), 1], [tile.bn, tile.bk])
-    grid = (triton.cdiv(count * m, tile.digits) * triton.cdiv(n, tile.bn), tile.split, 1)
+    grid = (cdiv(count * m, tile.digits) * cdiv(n, tile.bn), tile.split, 1)
     arguments = (a, b, int_data, target, row_scale, scale, bias, m, n, k, int_data.stride(0))
     constants = (bias is not None, count, tile.digits, tile.bn, tile.bk, tile.split, overlap)
     launch(digit_gemm_kernel, grid, arguments, constants, 4, tile.stages, launch_pdl=overlap)
     if tile.split > 1:
         arguments = (target, out, row_scale, scale, bias, m, n)
         constants = (bias is not None, tile.split, 1024, overlap)
-        grid = (triton.cdiv(n, 1024), m, 1)
+        grid = (cdiv(n, 1024), m, 1)
         launch(sum_partials_kernel, grid, arguments, constants, 4, launch_pdl=overlap)
     return out

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.kernel_launch import has_tensor_copies, launch
+from qsub.kernel_launch import cdiv, has_tensor_copies, launch
 from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 
 MOST_ROWS = 16
@@ -130,12 +130,12 @@ def few_rows(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) ->
     overlap = overlaps(x.device)
     stages = 4 if has_tensor_copies(x.device) else 2  # earlier devices have less shared memory
     if n >= 8192:
-        grid = (triton.cdiv(n, 64), 1, 1)
+        grid = (cdiv(n, 64), 1, 1)
         constants = (has_bias, k % 256 == 0, MOST_ROWS, 64, 256, overlap)
         launch(wide_kernel, grid, arguments, constants, 4, stages, launch_pdl=overlap)
     else:
         bn, bk = (32, 64) if n >= 4096 else (16, 128)
-        grid = (triton.cdiv(n, bn), 1, 1)
+        grid = (cdiv(n, bn), 1, 1)
         constants = (has_bias, k % (4 * bk) == 0, MOST_ROWS, bn, bk, 4, overlap)
         stages = stages + 1 if bk == 64 else stages
         launch(deep_kernel, grid, arguments, constants, 4, stages, launch_pdl=overlap)

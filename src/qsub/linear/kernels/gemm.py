@@ -6,6 +6,7 @@
 Both operands are contiguous along the sum, as Hopper's int8 tensor cores need. The sum is exact in int32.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qsub.kernel_launch import has_tensor_copies, launch, multiprocessors
+from qsub.kernel_launch import cdiv, has_tensor_copies, launch, multiprocessors
 from qsub.linear.kernels.overlap import overlaps, wait_for_inputs
 from qsub.linear.kernels.quantize import Outliers
 from qsub.linear.reference import OUTLIER_COLUMNS
@@ -186,11 +187,12 @@ def takes_descriptor(matrix: Tensor) -> bool:
     return has_tensor_copies(matrix.device) and matrix.data_ptr() % 16 == 0 and row % 16 == 0
 
 
+@functools.lru_cache(4096)
 def _descriptor_tile(m: int, n: int, sms: int) -> Tile:
     """The largest tile that still gives most multiprocessors one; for the largest, two programs share each."""
 
     def tiles(bm: int, bn: int) -> int:
-        return triton.cdiv(m, bm) * triton.cdiv(n, bn)
+        return cdiv(m, bm) * cdiv(n, bn)
 
     if m > 64 and 2 * tiles(128, 128) >= 3 * sms:
         return Tile(128, 128, 128, 3, 4)
@@ -238,7 +240,7 @@ def int8_gemm(
     if m > 16 and takes_descriptor(a) and takes_descriptor(b) and takes_descriptor(out):
         sms = multiprocessors(a.device)
         tile = _descriptor_tile(m, n, sms)
-        programs = min(triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), 2 * sms)
+        programs = min(cdiv(m, tile.bm) * cdiv(n, tile.bn), 2 * sms)
         descriptors = (
             TensorDescriptor(a, [m, k], [k, 1], [tile.bm, tile.bk]),
             TensorDescriptor(b, [n, k], [b.stride(0), 1], [tile.bn, tile.bk]),
@@ -249,7 +251,7 @@ def int8_gemm(
         launch(descriptor_kernel, grid, arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)
         return out
     tile = _pointer_tile(m, n, a.device)
-    grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), 1, 1)
+    grid = (cdiv(m, tile.bm) * cdiv(n, tile.bn), 1, 1)
     constants = (*modes, tile.bm, tile.bn, tile.bk, k % tile.bk == 0, overlap)
     arguments = (a, b, out, *operands, b.stride(0))
     launch(pointer_kernel, grid, arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.kernel_launch import launch
+from qsub.kernel_launch import cdiv, launch, next_power_of_2
 from qsub.linear.kernels.quantize import magnitude_bits, reciprocal_of_scale, round_to_int8
 
 
@@ -83,8 +83,8 @@ def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quanti
     # more warps along the depth. Measured on H200 for N from 512 to 128256.
     bn, bk, warps = (4, 512, 1) if n >= 4096 else (4, 512, 2) if n > 1024 else (4, 1024, 4)
     out = torch.empty(1, n, device=x.device, dtype=x.dtype)
-    row = min(triton.next_power_of_2(k), 4096 * warps) if quantize else 1
+    row = min(next_power_of_2(k), 4096 * warps) if quantize else 1
     arguments = (x, int_data, scale, bias, out, n, k, int_data.stride(0))
     constants = (bias is not None, quantize, k % bk == 0, row, bn, bk, 4)
-    launch(gemv_kernel, (triton.cdiv(n, bn), 1, 1), arguments, constants, warps)
+    launch(gemv_kernel, (cdiv(n, bn), 1, 1), arguments, constants, warps)
     return out

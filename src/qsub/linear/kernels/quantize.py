@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.kernel_launch import launch
+from qsub.kernel_launch import cdiv, launch, next_power_of_2
 from qsub.linear.kernels.overlap import overlaps, wait_for_inputs
 from qsub.linear.reference import OUTLIER_COLUMNS
 
@@ -103,7 +103,7 @@ def quantize_rows(x: Tensor, fold: Tensor | None = None, outliers: "Outliers | N
     m, k = x.shape
     codes = torch.empty(m, k, device=x.device, dtype=torch.int8)
     row_scale = torch.empty(m, device=x.device, dtype=torch.float32)
-    block = min(triton.next_power_of_2(k), _LARGEST_BLOCK)
+    block = min(next_power_of_2(k), _LARGEST_BLOCK)
     arguments = (x, fold, None, None, codes, row_scale, None, k, x.stride(0))
     if outliers is not None:
         arguments = (x, fold, outliers.mask, outliers.index, codes, row_scale, outliers.x, k, x.stride(0))
@@ -211,19 +211,19 @@ class Outliers:
     def __init__(self, x: Tensor, int_data: Tensor, threshold: float):
         (m, k), n = x.shape, int_data.shape[0]
         largest = torch.zeros(k, device=x.device, dtype=torch.int32)
-        columns, rows = (256, 16) if k >= 256 else (triton.next_power_of_2(k), 64)
+        columns, rows = (256, 16) if k >= 256 else (next_power_of_2(k), 64)
         # Enough programs to fill the device, of 4 steps or more each.
-        per_program = max(4 * rows, triton.cdiv(m * triton.cdiv(k, columns), 2048 * rows) * rows)
-        grid = (triton.cdiv(k, columns), triton.cdiv(m, per_program), 1)
+        per_program = max(4 * rows, cdiv(m * cdiv(k, columns), 2048 * rows) * rows)
+        grid = (cdiv(k, columns), cdiv(m, per_program), 1)
         launch(column_magnitude_kernel, grid, (x, largest, m, k, x.stride(0), per_program), (rows, columns), warps=4)
 
         self.index = torch.empty(OUTLIER_COLUMNS, device=x.device, dtype=torch.int32)
         self.mask = torch.empty(k, device=x.device, dtype=torch.int8)
-        block = min(triton.next_power_of_2(k), _SELECT_BLOCK)
+        block = min(next_power_of_2(k), _SELECT_BLOCK)
         arguments = (largest, _bits(threshold), self.index, self.mask, k)
         launch(select_outliers_kernel, (1, 1, 1), arguments, (OUTLIER_COLUMNS, block), 8)
 
         self.x = torch.empty(m, OUTLIER_COLUMNS, device=x.device, dtype=x.dtype)
         self.weight = torch.empty(n, OUTLIER_COLUMNS, device=x.device, dtype=x.dtype)
         arguments = (int_data, self.index, self.weight, n, int_data.stride(0))
-        launch(gather_weight_kernel, (triton.cdiv(n, 16), 1, 1), arguments, (16, OUTLIER_COLUMNS), 4)
+        launch(gather_weight_kernel, (cdiv(n, 16), 1, 1), arguments, (16, OUTLIER_COLUMNS), 4)

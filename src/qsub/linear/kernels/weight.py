@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.kernel_launch import launch
+from qsub.kernel_launch import cdiv, launch, next_power_of_2
 
 
 @triton.jit
@@ -22,10 +22,10 @@ def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Float weight (N, K) in `dtype` (fp32, fp16 or bf16) from codes (N, K) and row magnitudes (N,)."""
     n, k = int_data.shape
     out = torch.empty(n, k, device=int_data.device, dtype=dtype)
-    block = min(triton.next_power_of_2(k), 4096)
+    block = min(next_power_of_2(k), 4096)
     while block > 1024 and k % block:  # no half-empty piece at the end of each row, where that can be had
         block //= 2
-    grid = (n, triton.cdiv(k, block), 1)
+    grid = (n, cdiv(k, block), 1)
     arguments = (int_data, scale, out, k, int_data.stride(0))
     launch(dequantize_kernel, grid, arguments, (block,), min(8, max(1, block // 512)))
     return out
@@ -51,6 +51,6 @@ def transpose(int_data: Tensor) -> Tensor:
     """Codes (N, K) as a contiguous (K, N): Hopper's int8 product takes operands contiguous along the sum only."""
     n, k = int_data.shape
     out = torch.empty(k, n, device=int_data.device, dtype=torch.int8)
-    grid = (triton.cdiv(n, 128), triton.cdiv(k, 128), 1)
+    grid = (cdiv(n, 128), cdiv(k, 128), 1)
     launch(transpose_kernel, grid, (int_data, out, n, k, int_data.stride(0)), (128, 128), 4)
     return out
