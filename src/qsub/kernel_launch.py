@@ -60,18 +60,25 @@ def launch(
         if compiled is not None:  # None under Triton's interpreter
             _compiled[identity] = compiled
         return
-    hooks = _hooks()
-    if hooks.launch_enter_hook is None and hooks.launch_exit_hook is None:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
-        run(*grid, stream, function, packed, None, None, None, *values, *constants)
-    else:  # a profiler of Triton's is told of the arguments
+    if _is_watched():
         compiled[grid](*arguments, *constants)
+        return
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run, function, packed = compiled.run, compiled.function, compiled.packed_metadata
+    run(*grid, stream, function, packed, None, None, None, *values, *constants)
+
+
+def _is_watched() -> bool:
+    """Whether a profiler of Triton's is to be told of launches and their arguments."""
+    settings = _settings()
+    for hook in (settings.launch_enter_hook, settings.launch_exit_hook):
+        if hook is not None and getattr(hook, "calls", True):  # a chain of functions, none of them at first
+            return True
+    return False
 
 
 @functools.cache
-def _hooks() -> Any:
-    """Triton's settings that name the functions to call at each launch."""
+def _settings() -> Any:
     from triton import knobs
 
     return knobs.runtime

@@ -11,7 +11,7 @@ from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend
 from qsub.optim.hyper import HyperTensor
 from qsub.optim.options import check_keys, check_options, check_param
-from qsub.optim.per_parameter import step_parameter, write_back
+from qsub.optim.per_parameter import step_parameter
 from qsub.optim.sharding import local, local_grad
 
 
@@ -169,7 +169,7 @@ class Adam8bit(torch.optim.Optimizer):
         if plan.sharded:
             grads = [local_grad(param, grad) for param, grad in zip(params, grads, strict=True)]
         hyper = self._refresh_hyper(index, group, plan.device, by_kernel=True)
-        self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
+        self._launches.launch(plan, group, self.state, params, grads, hyper)
         return True
 
     def _step_group(self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -197,7 +197,7 @@ class Adam8bit(torch.optim.Optimizer):
                 plan = self._launches.plan((index, device), group, self.state, params, grads)
                 plan.covers_group = len(devices) == 1 and not here
                 hyper = self._refresh_hyper(index, group, device, by_kernel=True)
-                self._launches.launch(plan, group, self.state, params, grads, hyper, write_back)
+                self._launches.launch(plan, group, self.state, params, grads, hyper)
             if resolve_backend(self.backend, device) == "compile" and device.type == "cpu":
                 here = self._step_fused(group, here)
             for param, grad in here:

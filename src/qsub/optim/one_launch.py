@@ -6,7 +6,6 @@ here waits for the device.
 """
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from qsub.kernel_launch import cdiv, launch
 from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
+from qsub.optim.requantize_kernel import requantize
 from qsub.optim.scalars_kernel import prepare_kernel
 from qsub.optim.sharding import local
 from qsub.optim.step import LEAST_ROOT, N_HYPER
@@ -29,9 +29,8 @@ _ELEMENTS_PER_WARP = 512
 # with 80 it has no room to load ahead (10% slower).
 _OPTIONS: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": 96}
 
+_STAGED = 1 << 27  # elements of int8 weights that are float at a time: 512 MiB
 _NOWHERE = 16  # address of a gradient without elements: it is there, but never read
-
-WriteBack = Callable[[Tensor, Tensor, Tensor, HyperTensor, int], None]
 
 
 def check_device(device: torch.device) -> None:
@@ -124,9 +123,10 @@ class OneLaunch:
         params: list[Tensor],
         grads: list[Tensor],
         hyper: HyperTensor,
-        write_back: WriteBack,
     ) -> None:
         """Step `params`, all of them or some of the plan's, with `grads`.
+
+        Int8 weights are float for the launch. If there are many, several launches keep that memory bounded.
 
         Args:
             plan: of these parameters.
@@ -135,15 +135,43 @@ class OneLaunch:
             params: parameters that have a gradient.
             grads: their local gradients.
             hyper: the group's hyper-parameters on that device.
-            write_back: called with an int8 weight, its new value, its step, `hyper` and its first row in the whole
-                weight after the launch.
 
         Raises:
             RuntimeError: a CUDA graph is being captured and there was no step like this one before.
         """
         if not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
-        values = {slot: _value(local(plan.params[slot])) for slot in plan.staged}
+        for some in self._waves(plan, params):
+            plan = self._launch(plan, group, all_states, params[some], grads[some], hyper)
+
+    @staticmethod
+    def _waves(plan: Plan, params: list[Tensor]) -> list[slice]:
+        """Ranges of parameters of a launch each: all of them, unless copies of them would take much memory."""
+        staged = {plan.ids[slot] for slot in plan.staged}
+        if not staged or _capturing(plan.device):
+            return [slice(0, len(params))]
+        waves, start, elements = [], 0, 0
+        for place, param in enumerate(params):
+            size = local(param).numel() if id(param) in staged else 0
+            if elements and elements + size > _STAGED:
+                waves.append(slice(start, place))
+                start, elements = place, 0
+            elements += size
+        return [*waves, slice(start, len(params))]
+
+    def _launch(
+        self,
+        plan: Plan,
+        group: dict[str, Any],
+        all_states: Any,
+        params: list[Tensor],
+        grads: list[Tensor],
+        hyper: HyperTensor,
+    ) -> Plan:
+        """One launch; returns the plan, made anew if the addresses no longer suit it."""
+        here = set(map(id, params))
+        staged = [slot for slot in plan.staged if plan.ids[slot] in here]
+        values = {slot: _value(local(plan.params[slot])) for slot in staged}
         pointers = _pointers(plan, params, grads, values)
         table = plan.pointers
         if pointers != plan.uploaded or _capturing(plan.device):
@@ -151,20 +179,19 @@ class OneLaunch:
                 covers = plan.covers_group
                 plan = self._make((plan.index, plan.device), group, all_states, plan.params, plan.grad_dtypes)
                 plan.covers_group = covers
-                values = {slot: _value(local(plan.params[slot])) for slot in plan.staged}
+                values = {slot: _value(local(plan.params[slot])) for slot in plan.staged if plan.ids[slot] in here}
                 pointers = _pointers(plan, params, grads, values)
             table = self._upload(plan, pointers, hyper)
         other = plan.device.type == "cuda" and plan.device.index != torch.cuda.current_device()
         with torch.cuda.device(plan.device) if other else contextlib.nullcontext():
             _launch(plan, table, group, hyper)
-        for slot, value in values.items():
-            part = local(plan.params[slot])
-            if not pointers[2 * slot + 1]:
-                continue
-            if isinstance(part, Int8RowwiseTensor):
-                write_back(part, value, plan.steps[slot], hyper, plan.first_rows[slot])
-            else:
-                part.copy_(value)
+            for slot, value in values.items():
+                part = local(plan.params[slot])
+                if isinstance(part, Int8RowwiseTensor):
+                    requantize(part, value, plan.steps[slot], hyper, plan.first_rows[slot])
+                else:
+                    part.copy_(value)
+        return plan
 
     def _fits(self, plan: Plan, pointers: list[int]) -> bool:
         """Whether new addresses suit the plan: parameters of the same dtype and layout, aligned where it says so."""

@@ -15,7 +15,7 @@ from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
 from qsub.tensors.rowwise import Int8RowwiseTensor
 from qsub.tensors.state_codes import random_bits
 
-_WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
+WRITE_BACK = 0x51ED270B  # sets the random bits of int8 weights apart from those of the state
 
 
 def step_parameter(
@@ -69,7 +69,7 @@ def write_back(param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor, f
     """
     weight: Any = param
     start = torch.full((), first_row, dtype=torch.int64, device=value.device)
-    bits = random_bits(hyper.seed ^ _WRITE_BACK, step.to(torch.int32), start, *value.shape)
+    bits = random_bits(hyper.seed ^ WRITE_BACK, step.to(torch.int32), start, *value.shape)
     before = weight.int_data.clone(), weight.scale.clone()
     weight.requantize_(_storable(value, weight), noise=((bits >> 8) & 0xFFFFFF).float() * 2.0**-24)
     skipped = hyper.tensor[SKIP] != 0

@@ -39,8 +39,8 @@ _EPS = tl.constexpr(definition.EPS)
 _WEIGHT_DECAY = tl.constexpr(definition.WEIGHT_DECAY)
 _GRAD_FACTOR = tl.constexpr(definition.GRAD_FACTOR)
 _SKIP = tl.constexpr(definition.SKIP)
-_WINDOW = tl.constexpr(5)
-_GOLDEN = tl.constexpr(0x9E3779B9 - (1 << 32))
+WINDOW = tl.constexpr(5)
+GOLDEN = tl.constexpr(0x9E3779B9 - (1 << 32))
 
 
 @triton.jit
@@ -135,8 +135,8 @@ def prepare_kernel(
     _store_scalar(row + EPS, eps, inside)
     _store_scalar(row + DECAY, decay, inside)
     count = step.to(tl.int32)
-    tl.store(row + SALT, mix(tl.load(seed) ^ mix(count >> _WINDOW)), mask=inside)
-    tl.store(row + ADVANCE, count * _GOLDEN, mask=inside)
+    tl.store(row + SALT, mix(tl.load(seed) ^ mix(count >> WINDOW)), mask=inside)
+    tl.store(row + ADVANCE, count * GOLDEN, mask=inside)
     tl.store(row + ACTIVE, active.to(tl.int32), mask=inside)
 
 
