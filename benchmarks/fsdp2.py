@@ -115,8 +115,9 @@ class Adapted(nn.Module):
 # ---- Ways of training: how the model is changed before it is sharded, and its optimizer ----
 
 
-def _with_adapters(model: Llama) -> None:
-    qsub.quantize_(model.blocks)
+def _with_adapters(model: Llama, int8: bool = True) -> None:
+    if int8:
+        qsub.quantize_(model.blocks)
     for block in model.blocks:
         for name, layer in list(block.named_children()):
             if isinstance(layer, nn.Linear):
@@ -137,9 +138,10 @@ _ROUNDED = _optimizer("qsub.optim", "AdamW8bit", stochastic_round=True)
 WAYS: dict[str, tuple[Callable[[Llama], None], Callable[[Iterable[Any]], Any]]] = {
     "bf16, torch AdamW": (_plain, _optimizer("torch.optim", "AdamW", fused=True)),
     "bf16, qsub AdamW8bit": (_plain, _ROUNDED),
-    "bf16, torchao AdamW8bit": (_plain, _optimizer("torchao.optim", "AdamW8bit")),
+    "bf16 frozen, adapters, qsub AdamW8bit": (functools.partial(_with_adapters, int8=False), _ROUNDED),
     "int8 frozen, adapters, qsub AdamW8bit": (_with_adapters, _ROUNDED),
     "int8 trainable, qsub AdamW8bit": (lambda model: qsub.quantize_(model.blocks, trainable=True), _OURS),  # type: ignore[dict-item]
+    "bf16, torchao AdamW8bit": (_plain, _optimizer("torchao.optim", "AdamW8bit")),
 }
 
 

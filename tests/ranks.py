@@ -110,7 +110,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, pipe: Connection
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if "nccl" in backend:
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     os.chdir(tempfile.gettempdir())

@@ -50,7 +50,7 @@ def _sharded(rank, sharding, trainable):
 @pytest.mark.parametrize("sharding", SHARDING)
 @pytest.mark.parametrize("trainable", [False, True])
 def test_fully_sharded(sharding, trainable):
-    on_ranks(_sharded, 2, sharding, trainable, backend="nccl")
+    on_ranks(_sharded, 2, sharding, trainable, backend="cpu:gloo,cuda:nccl")
 
 
 def _replicated(rank):

@@ -45,14 +45,14 @@ def _without_autocast(device: str, function: Callable[..., Tensor]) -> Callable[
 
 def _on_cuda(name: str) -> Callable[..., Tensor]:
     """A function of `qsub.linear.cuda`, imported at the first CUDA tensor and run on that tensor's device."""
-    function: Callable[..., Tensor] | None = None
+    found: list[Callable[..., Tensor]] = []
 
     def kernel(first: Tensor, *args, **kwargs):
-        nonlocal function
-        if function is None:
+        if not found:
             from qsub.linear import cuda
 
-            function = getattr(cuda, name)
+            found.append(getattr(cuda, name))
+        function = found[0]
         if first.get_device() == torch.cuda.current_device():
             return function(first, *args, **kwargs)
         with torch.cuda.device(first.device):
