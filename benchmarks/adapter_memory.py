@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from linear import MODES, Int8Linear
+from linear import MODES, int8_layer
 from torch import Tensor, nn
 
 DEPTH, WIDTH, ROWS, RANK = 8, 4096, 8192, 16
@@ -28,7 +28,7 @@ def frozen_linear(mode: str) -> nn.Module:
         quantized = bnb.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False, threshold=0.0)
         quantized.load_state_dict(layer.state_dict())
         return quantized.to("cuda").requires_grad_(False)
-    return Int8Linear(layer.weight, **MODES[mode])
+    return int8_layer(layer.weight, **MODES[mode])
 
 
 class Stack(nn.Module):

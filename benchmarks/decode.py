@@ -12,7 +12,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from linear import MODES, Int8Linear, captured, in_turn
+from linear import MODES, captured, in_turn, int8_layer
 from torch import Tensor, nn
 
 LAYERS, DIM, HEADS, KV_HEADS, HIDDEN, VOCABULARY = 16, 2048, 32, 8, 8192, 128256  # Llama 3.2 1B
@@ -31,7 +31,7 @@ def make_linear(out_features: int, in_features: int, mode: str) -> nn.Module:
         layer = make_linear(out_features, in_features, "bf16")
         ao.quantize_(layer, ao.Int8WeightOnlyConfig())
         return layer
-    return Int8Linear(weight, **MODES[mode])
+    return int8_layer(weight, **MODES[mode])
 
 
 class Block(nn.Module):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import qsub
 from qsub.linear import dequantize, int8_linear, int8_mm_transposed
 
 # (out_features, in_features) of the distinct linear layers
@@ -45,18 +46,11 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scale
 
 
-class Int8Linear(torch.nn.Module):
-    """A frozen int8 linear of one mode, as the weight subclass runs it."""
-
-    def __init__(self, weight: Tensor, **mode: Any):
-        super().__init__()
-        int_data, scale = quantize_weight(weight)
-        self.register_buffer("int_data", int_data)
-        self.register_buffer("scale", scale)
-        self.mode = mode
-
-    def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.int_data, self.scale, **self.mode)
+def int8_layer(weight: Tensor, **mode: Any) -> torch.nn.Linear:
+    """A frozen nn.Linear without bias of one mode, as `qsub.quantize_` leaves it."""
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(qsub.Int8RowwiseTensor.from_float(weight, **mode), requires_grad=False)
+    return layer
 
 
 def sqnr(result: Tensor, reference: Tensor) -> float:
@@ -182,7 +176,7 @@ def peers(n: int, k: int, m: int) -> list[dict[str, Any]]:
     base = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     layers: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "bf16": lambda: base,
-        **{mode: lambda mode=mode: Int8Linear(base.weight, **MODES[mode]) for mode in MODES},
+        **{mode: lambda mode=mode: int8_layer(base.weight, **MODES[mode]) for mode in MODES},
     }
 
     def bitsandbytes(threshold: float) -> torch.nn.Module:
