@@ -11,7 +11,7 @@ from operator_table import TABLE
 from test_operator_table import evaluate, operands
 
 from qsub import Int8RowwiseTensor
-from qsub.tensors import rowwise_arithmetic, rowwise_distributed
+from qsub.tensors import collectives, rowwise_arithmetic
 from qsub.tensors.rowwise import OPS
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ ELSEWHERE = {
     aten.alias.default: "the same handler as detach",
     aten._unsafe_view.default: "the same handler as view",
     aten.reshape.default: "the same handler as view",
-    **dict.fromkeys(rowwise_distributed.COLLECTIVES, "test_dist_weights: full tensors, test_dist_weights_state"),
+    **dict.fromkeys(collectives.COLLECTIVES, "test_dist_weights: full tensors, test_dist_weights_state"),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.tensors import collectives
 from qsub.tensors.blockwise import OPS, Blockwise8bitTensor, scale_shape
 from qsub.tensors.dispatch import float_dtype, view_of
 
@@ -122,46 +123,8 @@ def _view(func: Any, x: Blockwise8bitTensor, size: Any) -> Any:
     return view_of(func, x, (size,), lambda: x.like(aten.alias(x.codes), aten.alias(x.scale)))
 
 
-if torch.distributed.is_available():
-    import torch.distributed._functional_collectives  # registers the operators
-
-    _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
-
-    @OPS.implements(_functional.all_gather_into_tensor.default, _functional.wait_tensor.default)
-    def _gather(func: Any, x: Blockwise8bitTensor, *group: Any) -> Blockwise8bitTensor:
-        """DTensor.full_tensor and redistribute: rows of codes and rows of scales."""
-        if x.dim() < 2:
-            raise NotImplementedError(f"{func} of a Blockwise8bitTensor takes one of 2 dimensions or more. {_REMEDY}")
-        return x.like(func(x.codes, *group), func(x.scale, *group))
-
-    if hasattr(_functional, "_wrap_tensor_autograd"):  # since torch 2.13
-
-        @OPS.implements(_functional._wrap_tensor_autograd.default)
-        def _wait(func: Any, x: Blockwise8bitTensor) -> Blockwise8bitTensor:
-            """What was gathered, waited for at once rather than when it is first used."""
-            return x.like(_functional.wait_tensor(x.codes), _functional.wait_tensor(x.scale))
-
-    @OPS.implements(_c10d.scatter_.default)
-    def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
-        """distribute_tensor of a whole state: codes, then scales."""
-        _, work = func([x.codes for x in outputs], [[x.codes for x in row] for row in inputs], *group)
-        if work is not None:
-            work.wait()
-        _, work = func([x.scale for x in outputs], [[x.scale for x in row] for row in inputs], *group)
-        return outputs, work
-
-    @OPS.implements(_c10d.broadcast_.default)
-    def _broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
-        """As floats, which all ranks encode anew alike, the sender as well.
-
-        set_optimizer_state_dict(broadcast_from_rank0=True) receives in a plain float tensor of this shape and dtype, so
-        it must be what is sent. Otherwise ranks that hold the same state would go on from different ones.
-        """
-        values = [x.dequantize().contiguous() for x in tensors]
-        _, work = func(values, *group)
-        if work is not None:
-            work.wait()
-        for x, value in zip(tensors, values, strict=True):
-            fresh = x.from_float(value, x.block_size, x.code)
-            x.codes, x.scale = fresh.codes, fresh.scale  # not in place: the caller's state may share the old ones
-        return tensors, work
+collectives.implement(
+    OPS,
+    has_rows=lambda x: x.dim() >= 2,
+    encode=lambda x, value: x.from_float(value, x.block_size, x.code),
+)

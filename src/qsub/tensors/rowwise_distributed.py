@@ -1,15 +1,15 @@
-"""Int8RowwiseTensor on several ranks: shards and collectives. Each handler says who calls it."""
+"""Int8RowwiseTensor on several ranks: its shards, and how it is gathered. Each handler says who calls it."""
 
 from typing import Any
 
 import torch
 
 from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import called_from, float_dtype, view_of
+from qsub.tensors import collectives
+from qsub.tensors.dispatch import float_dtype, view_of
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
-COLLECTIVES: list[Any] = []  # the operators that take a process group
 
 
 # ---- Shards ----
@@ -57,54 +57,10 @@ def _pad(func: Any, x: Int8RowwiseTensor, pad: list[int], value: float = 0) -> I
 
 # ---- Collectives ----
 
-if torch.distributed.is_available():
-    import torch.distributed._functional_collectives  # registers the operators
 
-    _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
-    COLLECTIVES += [_functional.all_gather_into_tensor.default, _functional.wait_tensor.default, _c10d.scatter_.default]
-    COLLECTIVES.append(_c10d.broadcast_.default)
+def _encode(x: Int8RowwiseTensor, value: Any) -> Int8RowwiseTensor:
+    int_data, scale = math8.quantize_rows(x.as_rows(value))
+    return x.like(int_data.view(x.shape), scale.view(x.scale.shape))
 
-    @OPS.implements(_functional.all_gather_into_tensor.default, _functional.wait_tensor.default)
-    def _gather(func: Any, x: Int8RowwiseTensor, *group: Any) -> Int8RowwiseTensor:
-        """DTensor.full_tensor and redistribute: rows of codes, and their scales."""
-        if x.scale_dim != -2 or x.dim() != 2:
-            raise NotImplementedError(f"{func} of an Int8RowwiseTensor takes the matrix, not a view of it")
-        return x.like(func(x.int_data.contiguous(), *group), func(x.scale, *group))
 
-    if hasattr(_functional, "_wrap_tensor_autograd"):  # since torch 2.13
-        COLLECTIVES.append(_functional._wrap_tensor_autograd.default)
-
-        @OPS.implements(_functional._wrap_tensor_autograd.default)
-        def _wait(func: Any, x: Int8RowwiseTensor) -> Int8RowwiseTensor:
-            """What was gathered, waited for at once rather than when it is first used."""
-            return x.like(_functional.wait_tensor(x.int_data), _functional.wait_tensor(x.scale))
-
-    @OPS.implements(_c10d.scatter_.default)
-    def _scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
-        """distribute_tensor of a whole weight: codes, then scales."""
-        _, work = func([x.int_data for x in outputs], [[x.int_data for x in row] for row in inputs], *group)
-        if work is not None:
-            work.wait()
-        _, work = func([x.scale for x in outputs], [[x.scale for x in row] for row in inputs], *group)
-        return outputs, work
-
-    @OPS.implements(_c10d.broadcast_.default)
-    def _broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
-        """distribute_tensor to replicas: codes, then scales (DDP's buckets: FlatRows).
-
-        set_model_state_dict(broadcast_from_rank0=True) receives in plain float tensors, so floats must be sent. All
-        ranks encode them anew, the sender as well, or replicas of the same weight would go on from different ones.
-        """
-        if not called_from("torch.distributed._state_dict_utils"):
-            _, work = func([x.int_data for x in tensors], *group)
-            if work is not None:
-                work.wait()
-            return tensors, func([x.scale for x in tensors], *group)[1]
-        values = [x.decode().contiguous() for x in tensors]
-        _, work = func(values, *group)
-        if work is not None:
-            work.wait()
-        for x, value in zip(tensors, values, strict=True):
-            fresh = math8.quantize_rows(x.as_rows(value))
-            x.int_data, x.scale = fresh[0].view(x.shape), fresh[1].view(x.scale.shape)  # the old ones may be shared
-        return tensors, work
+collectives.implement(OPS, has_rows=lambda x: x.scale_dim == -2 and x.dim() == 2, encode=_encode)

@@ -1,10 +1,12 @@
 """Int8RowwiseTensors laid end to end, as FSDP2 and DDP ask for them. Each handler says who calls it."""
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsub.tensors.collectives import broadcast_each
 from qsub.tensors.dispatch import OpTable
 
 aten = torch.ops.aten
@@ -53,7 +55,7 @@ def _alias(func: Any, x: FlatRows) -> FlatRows:
 def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> FlatRows:
     """DDP's bucket. What it is broadcast from, and to, is a copy, as a bucket of plain tensors would be."""
     pieces = [piece for x in tensors for piece in (x.pieces if isinstance(x, FlatRows) else [x])]
-    return FlatRows([piece.clone() for piece in pieces])
+    return FlatRows([piece.clone(memory_format=torch.contiguous_format) for piece in pieces])
 
 
 @FLAT.implements(aten.slice.Tensor)
@@ -84,11 +86,5 @@ if torch.distributed.is_available():
     @FLAT.implements(torch.ops.c10d.broadcast_.default)
     def _broadcast(func: Any, tensors: list[FlatRows], *group: Any) -> Any:
         """DDP: codes and scales as they are, so that all ranks hold the same ones."""
-        work = None
-        for piece in tensors[0].pieces:
-            parts = [piece] if type(piece) is Tensor else [piece.int_data, piece.scale]  # type: ignore[attr-defined]
-            for part in parts:
-                if work is not None:
-                    work.wait()
-                _, work = func([part], *group)
-        return tensors, work
+        inner = [[piece] if type(piece) is Tensor else [piece.int_data, piece.scale] for piece in tensors[0].pieces]  # type: ignore[attr-defined]
+        return tensors, broadcast_each(func, chain(*inner), *group)
