@@ -110,3 +110,56 @@ def test_distribute_and_gather(shape, placement, source):
     """The weight of rank 0, or that of each rank, cut and put together again bit for bit."""
     sizes = on_ranks(_weights, 2, shape, placement, source)
     assert sum(sizes) == (2 if placement == Replicate() else 1) * shape[0] * shape[1]
+
+
+# ---- Int8 activations ----
+
+
+def _bound(h, weight, threshold):
+    """The most that quantized rows of `h` can move the product with `weight`: half a step, |h| / 254, for each term.
+
+    Columns over the threshold are multiplied in float. 2**-20 of the sum of magnitudes is for fp32 sums of 66 terms.
+    """
+    values = weight.dequantize().abs()
+    inside = h if threshold is None else torch.where(h.abs().amax(0) > threshold, 0.0, h)
+    terms = values if threshold is None else torch.where(h.abs().amax(0) > threshold, 0.0, values)
+    return inside.abs().amax(1, keepdim=True) / 254 @ terms.sum(1, keepdim=True).t() + h.abs() @ values.t() * 2.0**-20
+
+
+def _activations(rank, trainable, threshold):
+    world = dist.get_world_size()
+    one = qsub.quantize_(Block(66), trainable=trainable, activations="int8", outlier_threshold=threshold)
+    model = parallelize_module(copy.deepcopy(one), new_mesh(), PLAIN)
+    local = model.down.weight.to_local()
+    assert (local.activations, local.outlier_threshold) == ("int8", threshold)
+    generator = torch.Generator().manual_seed(7)
+    # Rows are quantized as a whole on each rank, codes are multiplied exactly.
+    x = torch.randn(10, WIDTH, generator=generator)
+    torch.testing.assert_close(model.up(x), one.up(x).chunk(world, 1)[rank], atol=1e-6, rtol=1e-6)
+    # Columns: each rank quantizes its own. Those of the second one are small, and one of the first is an outlier.
+    h = torch.randn(10, 66, generator=generator)
+    h[:, 33:] *= 0.01
+    h[4, 2] = 50.0
+    mine = h.chunk(world, 1)[rank].clone().requires_grad_()
+    y, whole, exact = model.down(mine), one.down(h), h @ one.down.weight.dequantize().t() + one.down.bias
+    weight = one.down.weight.detach()
+    parts = zip(h.chunk(world, 1), weight.chunk(world, 1), strict=True)
+    bound = sum(_bound(piece, columns, threshold) for piece, columns in parts)
+    assert ((y - exact).abs() <= bound).all()
+    assert not ((y - exact).abs() <= bound / 20).all()  # negative control: it is quantized
+    y.square().sum().backward()
+    grad = 2 * y.detach() @ weight.dequantize()
+    torch.testing.assert_close(mine.grad, grad.chunk(world, 1)[rank], atol=1e-4, rtol=1e-5)
+    assert (model.down.weight.grad is not None) == trainable
+    return (y - exact).norm().item(), (whole - exact).norm().item(), y.tolist()
+
+
+@pytest.mark.parametrize("threshold", [None, 6.0])
+@pytest.mark.parametrize("trainable", [False, True])
+def test_int8_activations(trainable, threshold):
+    """Rows shared out give the numbers of one process. Columns shared out have a scale for each rank's part of a row:
+    the error is within half a step of that, and less than with one scale where the parts differ in magnitude."""
+    first, second = on_ranks(_activations, 2, trainable, threshold)
+    assert first == second
+    apart, whole, _ = first
+    assert apart < 0.95 * whole

@@ -3,7 +3,7 @@
 DTensor calls them on its local parts, `torch.distributed.checkpoint.state_dict` on whole states.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,10 +18,8 @@ if torch.distributed.is_available():
 
     _functional, _c10d = torch.ops._c10d_functional, torch.ops.c10d
     _GATHER = [_functional.all_gather_into_tensor.default, _functional.wait_tensor.default]
-    # Since torch 2.13.
-    _WRAP = [_functional._wrap_tensor_autograd.default] if hasattr(_functional, "_wrap_tensor_autograd") else []
-    _SCATTER, _BROADCAST = _c10d.scatter_.default, _c10d.broadcast_.default
-    COLLECTIVES += [*_GATHER, *_WRAP, _SCATTER, _BROADCAST]
+    _WRAP = [getattr(_functional, name).default for name in ["_wrap_tensor_autograd"] if hasattr(_functional, name)]
+    COLLECTIVES += [*_GATHER, *_WRAP, _c10d.scatter_.default, _c10d.broadcast_.default]  # _WRAP is since torch 2.13
 
 
 def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[[Any, Tensor], Any]) -> None:
@@ -35,41 +33,32 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
     if not COLLECTIVES:
         return
 
-    @table.implements(*_GATHER)
+    @table.implements(*_GATHER, *_WRAP)
     def gather(func: Any, x: Any, *group: Any) -> Any:
-        """DTensor.full_tensor and redistribute."""
+        """DTensor.full_tensor and redistribute. It waits for what was gathered at once, not when that is first used."""
         if not has_rows(x):
             raise NotImplementedError(f"{func} of {table.owner} takes rows of 2 dimensions or more. {table.remedy}")
-        return x.like(*(func(part.contiguous(), *group) for part in _parts(x)))
+        operator = _functional.wait_tensor if func in _WRAP else func
+        return x.like(*(operator(part.contiguous(), *group) for part in _parts(x)))
 
-    @table.implements(*_WRAP)
-    def wait(func: Any, x: Any) -> Any:
-        """What was gathered, waited for at once rather than when it is first used."""
-        return x.like(*(_functional.wait_tensor(part) for part in _parts(x)))
-
-    @table.implements(_SCATTER)
+    @table.implements(_c10d.scatter_.default)
     def scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
         """distribute_tensor: pieces of a whole tensor, which only the source has."""
-        received = zip(*map(_parts, outputs), strict=True)
-        sent = [[_parts(piece) for piece in row] for row in inputs]
+        works = (
+            func(list(parts), [[_parts(piece)[place].contiguous() for piece in row] for row in inputs], *group)[1]
+            for place, parts in enumerate(zip(*map(_parts, outputs), strict=True))
+        )
+        return outputs, _last(works)
 
-        def calls() -> Iterator[Any]:
-            for place, parts in enumerate(received):
-                pieces = [[piece[place].contiguous() for piece in row] for row in sent]
-                yield func(list(parts), pieces, *group)[1]
-
-        return outputs, _last(calls())
-
-    @table.implements(_BROADCAST)
+    @table.implements(_c10d.broadcast_.default)
     def broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
         """distribute_tensor to replicas.
 
-        set_model_state_dict and set_optimizer_state_dict with broadcast_from_rank0=True receive in plain float tensors,
-        so floats must be sent. All ranks encode them anew, the sender as well, or replicas of the same tensor would go
-        on from different ones.
+        State dicts with broadcast_from_rank0=True are received in plain float tensors, so floats must be sent. All
+        ranks encode them anew, the sender as well, or replicas of the same tensor would go on from different ones.
         """
         if not called_from("torch.distributed._state_dict_utils"):
-            return tensors, broadcast_each(func, [part for x in tensors for part in _parts(x)], *group)
+            return tensors, broadcast_parts(func, tensors, *group)
         with torch.no_grad():
             values = [x.dequantize().contiguous() for x in tensors]
         work = _last([func(values, *group)[1]])
@@ -79,9 +68,9 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
         return tensors, work
 
 
-def broadcast_each(func: Any, tensors: Iterable[Tensor], *group: Any) -> Any:
-    """Broadcast plain tensors of several dtypes, with the arguments of `broadcast_`."""
-    return _last(func([tensor], *group)[1] for tensor in tensors)
+def broadcast_parts(func: Any, tensors: Iterable[Any], *group: Any) -> Any:
+    """Broadcast plain tensors, and the inner tensors of others, with the arguments of `broadcast_`."""
+    return _last(func([part], *group)[1] for x in tensors for part in _parts(x))
 
 
 def _last(works: Iterable[Any]) -> Any:
@@ -94,5 +83,4 @@ def _last(works: Iterable[Any]) -> Any:
 
 
 def _parts(x: Any) -> list[Tensor]:
-    """The inner tensors."""
-    return [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+    return [x] if type(x) is Tensor else [getattr(x, name) for name in x.__tensor_flatten__()[0]]

@@ -23,10 +23,11 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     int8 data through `__torch_dispatch__`. An operator that is not implemented raises NotImplementedError; nothing
     dequantizes silently. Results of arithmetic are plain float tensors. docs/tensors.md has the table of operators.
 
-    In-place arithmetic (add_, mul_, addcdiv_, ...) on a weight that requires grad, which is what an optimizer does,
-    rounds stochastically; on any other weight, and in copy_, it rounds to nearest. The random bits are a hash of the
-    new values of the row and the number of the update, not of torch's generator: the replicas of DDP draw the same,
-    and the shards of FSDP2 those of the whole weight. (An update within torch.compile draws from the generator.)
+    In-place arithmetic (add_, mul_, addcdiv_, ...) on a weight that requires grad, or on its shards, views and copies,
+    which is what an optimizer does, rounds stochastically; on any other weight, and in copy_, it rounds to nearest. The
+    random bits are a hash of the new values of the row and the number of the update, not of torch's generator: the
+    replicas of DDP draw the same, and the shards of FSDP2 those of the whole weight. (An update within torch.compile
+    draws from the generator.)
 
     Args:
         int_data: (out_features, in_features) int8 codes in [-127, 127]. Or another Int8RowwiseTensor, which is
@@ -188,7 +189,9 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
 
     def like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """A tensor of other inner tensors with the remaining fields of this one, or those in `changes`."""
-        return type(self)(int_data, scale, **{**self.fields(), **changes})
+        made = type(self)(int_data, scale, **{**self.fields(), **changes})
+        made.trainable, made.updates = self.is_trained(), self.updates
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """Inner tensors and metadata, for torch.compile and serialization."""

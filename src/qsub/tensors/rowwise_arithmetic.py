@@ -39,7 +39,7 @@ def _noise(x: Int8RowwiseTensor, value: Tensor) -> Tensor | None:
     Replicas of a weight (DDP) must draw the same ones though their generators may differ, and shards (FSDP2) those of
     the whole weight: so they follow from the values of each row and the number of the update.
     """
-    if not (x.requires_grad or x.trainable):
+    if not x.is_trained():
         return None
     if type(value) is not Tensor:  # a trace of torch.compile, which would fix the number of the update
         return torch.rand_like(value, dtype=torch.float32)

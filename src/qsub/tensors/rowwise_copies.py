@@ -83,14 +83,28 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             f"copy_ into an Int8RowwiseTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}: "
             "broadcasting would change the row scales"
         )
-    target_rows = x.as_rows(x.int_data)
     if isinstance(source, Int8RowwiseTensor) and source.scale_dim == x.scale_dim:
-        target_rows.copy_(x.as_rows(source.int_data), non_blocking)
+        if not x.whole_rows:
+            _check_scales(x, source)
+        x.int_data.copy_(source.int_data, non_blocking)
         x.scale.copy_(source.scale, non_blocking)
         return x
+    x.as_rows(x.int_data)  # refuses views of columns before any work is done
     value = source.decode(torch.float32) if isinstance(source, Int8RowwiseTensor) else source
     math8.check_rows(x.as_rows(value), "source of copy_")
     return x.requantize_(value.to(x.device))
+
+
+def _check_scales(columns: Int8RowwiseTensor, source: Int8RowwiseTensor) -> None:
+    """ValueError unless the scales are equal: those of a view of some columns belong to the others, too."""
+    if not torch.equal(columns.scale, source.scale.to(columns.scale.device)):
+        raise ValueError(
+            "columns of an Int8RowwiseTensor can only take columns of a weight with the same row scales, and these "
+            "differ: copy whole rows. In torch.distributed.checkpoint these are parts of a weight whose columns are "
+            "shared out (RowwiseParallel): if it was trained, each part has scales of its own and loads on as many "
+            "ranks as it was saved on; else load it into a model of the same weights. Any other model takes a full "
+            "state dict, StateDictOptions(full_state_dict=True)."
+        )
 
 
 @OPS.implements(aten.cat.default)

@@ -27,7 +27,7 @@ def _new(func: Any, x: Int8RowwiseTensor, size: Any, *, dtype: Any = None, devic
         return func(torch.empty(0, dtype=dtype or x.dtype, device=device or x.device), size)
     int_data, scale = func(x.int_data, size, device=device), func(x.scale, size[:1], device=device)
     made = x.like(int_data, scale, dtype=float_dtype(dtype, x.dtype, OPS.owner), whole_rows=True)
-    made.keep_shard(x).shard_rows, made.trainable = size[0], x.trainable or x.requires_grad
+    made.shard_rows = size[0]
     return made
 
 

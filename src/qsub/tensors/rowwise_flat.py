@@ -1,12 +1,11 @@
 """Int8RowwiseTensors laid end to end, as FSDP2 and DDP ask for them. Each handler says who calls it."""
 
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qsub.tensors.collectives import broadcast_each
+from qsub.tensors.collectives import broadcast_parts
 from qsub.tensors.dispatch import OpTable
 
 aten = torch.ops.aten
@@ -86,5 +85,4 @@ if torch.distributed.is_available():
     @FLAT.implements(torch.ops.c10d.broadcast_.default)
     def _broadcast(func: Any, tensors: list[FlatRows], *group: Any) -> Any:
         """DDP: codes and scales as they are, so that all ranks hold the same ones."""
-        inner = [[piece] if type(piece) is Tensor else [piece.int_data, piece.scale] for piece in tensors[0].pieces]  # type: ignore[attr-defined]
-        return tensors, broadcast_each(func, chain(*inner), *group)
+        return tensors, broadcast_parts(func, tensors[0].pieces, *group)

@@ -5,6 +5,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn import Parameter
 
 
 class GatheredByRows:
@@ -15,14 +16,20 @@ class GatheredByRows:
     scale isn't; so this is the hook of one argument, and the local part knows the number of rows by itself.
     """
 
-    # What a shard knows besides its inner tensors. Views of whole ranges of rows and moves keep it; it is never saved.
+    # What a tensor knows besides its inner tensors; it is never saved. Views, copies and shards of a weight keep the
+    # last two; views of whole ranges of rows and moves keep the first.
     shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
-    trainable: bool = False  # a shard of a weight that requires grad, which the shard itself never does
+    trainable: bool = False  # made of a weight that requires grad, which a shard itself never does
     updates: int = 0  # how often it was rounded stochastically
 
+    def is_trained(self) -> bool:
+        """Whether an update in place is one of training. A parameter says so by itself, and may have been frozen."""
+        tensor: Any = self
+        return tensor.requires_grad or (self.trainable and not isinstance(tensor, Parameter))
+
     def keep_shard(self, source: Any) -> Any:
-        """Take over what `source` knows as a shard; returns self."""
-        self.shard_rows, self.trainable, self.updates = source.shard_rows, source.trainable, source.updates
+        """Take over the number of rows that `source` gathers; returns self."""
+        self.shard_rows = source.shard_rows
         return self
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, Tensor], None]:
