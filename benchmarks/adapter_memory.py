@@ -89,7 +89,7 @@ def main() -> None:
                     message = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
                     rows.append({"mode": mode, "adapters": adapters, "compiled": compiled, "error": message})
                 print(harness.one_line(rows[-1]), flush=True)
-    harness.write_results(options.output, rows, {"rows": ROWS, "width": WIDTH, "depth": DEPTH}, "cuda")
+                harness.write_results(options.output, rows, {"rows": ROWS, "width": WIDTH, "depth": DEPTH}, "cuda")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def main() -> None:
             if bf16:
                 row["speedup"] = row["tokens_per_s"] / bf16[0]["tokens_per_s"]
         print("\n".join(harness.one_line(row) for row in rows if row["batch"] == batch), flush=True)
-    harness.write_results(options.output, rows, {"context": options.context}, "cuda")
+        harness.write_results(options.output, rows, {"context": options.context}, "cuda")
 
 
 if __name__ == "__main__":

@@ -290,8 +290,8 @@ def main() -> None:
                 table += found
                 for row in found:
                     print(layer, harness.one_line(row), flush=True)
-            target = f"{options.output}-peers" if options.peers else options.output
-            harness.write_results(target, table, record, "cuda")  # after each layer: a run may be stopped
+                target = f"{options.output}-peers" if options.peers else options.output
+                harness.write_results(target, table, record, "cuda")  # each time: a run may be stopped
 
 
 if __name__ == "__main__":

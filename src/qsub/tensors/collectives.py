@@ -44,11 +44,11 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
     @table.implements(_c10d.scatter_.default)
     def scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
         """distribute_tensor: pieces of a whole tensor, which only the source has."""
-        works = (
-            func(list(parts), [[_parts(piece)[place].contiguous() for piece in row] for row in inputs], *group)[1]
-            for place, parts in enumerate(zip(*map(_parts, outputs), strict=True))
-        )
-        return outputs, _last(works)
+        work = None
+        for place, parts in enumerate(zip(*map(_parts, outputs), strict=True)):
+            rows = [[_parts(piece)[place].contiguous() for piece in row] for row in inputs]
+            work = _finished(func, list(parts), rows, *group)
+        return outputs, work
 
     @table.implements(_c10d.broadcast_.default)
     def broadcast(func: Any, tensors: list[Any], *group: Any) -> Any:
@@ -61,7 +61,7 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
             return tensors, broadcast_parts(func, tensors, *group)
         with torch.no_grad():
             values = [x.dequantize().contiguous() for x in tensors]
-        work = _last([func(values, *group)[1]])
+        work = _finished(func, values, *group)
         for x, value in zip(tensors, values, strict=True):
             for name, part in zip(x.__tensor_flatten__()[0], _parts(encode(x, value)), strict=True):
                 setattr(x, name, part)  # not in place: the caller's state may share the old ones
@@ -70,15 +70,21 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
 
 def broadcast_parts(func: Any, tensors: Iterable[Any], *group: Any) -> Any:
     """Broadcast plain tensors, and the inner tensors of others, with the arguments of `broadcast_`."""
-    return _last(func([part], *group)[1] for x in tensors for part in _parts(x))
-
-
-def _last(works: Iterable[Any]) -> Any:
-    """The last of several collectives; each has ended before the next one begins."""
     work = None
-    for work in works:
-        if work is not None:
-            work.wait()
+    for part in (part for x in tensors for part in _parts(x)):
+        work = _finished(func, [part], *group)
+    return work
+
+
+def _finished(func: Any, *args: Any) -> Any:
+    """Run an operator of c10d to its end; returns its work.
+
+    A caller may have asked for that (async_op=False). Asked so, NCCL returns no work, and None in its place ends the
+    process on its way to Python: so it is asked for work, which is waited for here.
+    """
+    place = [argument.name for argument in func._schema.arguments].index("async_op")
+    work = func(*args[:place], True, *args[place + 1 :])[1]
+    work.wait()
     return work
 
 

@@ -1,0 +1,37 @@
+"""How inner tensors are sent: what a GPU needs of it, shown by a stand-in for the operator."""
+
+import pytest
+import torch
+
+from qsub.tensors import collectives
+
+
+class Operator:
+    """c10d's operator as NCCL carries it out: asked to be synchronous, it has no work to return."""
+
+    def __init__(self, name):
+        self._schema = getattr(torch.ops.c10d, name).default._schema
+        self.calls, self.waits = [], 0
+
+    def __call__(self, *args):
+        self.calls.append(args)
+        values = dict(zip([argument.name for argument in self._schema.arguments], args, strict=False))
+        return args[0], self if values["async_op"] else None
+
+    def wait(self):
+        self.waits += 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("name, between", [("scatter_", ([], "group", 1)), ("broadcast_", ("group", 1, 0))])
+def test_work_is_asked_for_and_waited_for(name, between, asynchronous):
+    operator, tensors = Operator(name), [torch.zeros(2)]
+    assert collectives._finished(operator, tensors, *between, asynchronous, 30) is operator
+    assert operator.calls == [(tensors, *between, True, 30)] and operator.waits == 1
+
+
+def test_parts_are_sent_one_after_the_other():
+    operator = Operator("broadcast_")
+    parts = [torch.zeros(2), torch.ones(3)]
+    assert collectives.broadcast_parts(operator, parts, "group", 0, 0, False, -1) is operator
+    assert [call[0][0] for call in operator.calls] == parts and operator.waits == 2
