@@ -113,21 +113,29 @@ def _then(*steps: Callable[[list[Row]], list[Row]]) -> Callable[[list[Row]], lis
     return reshape
 
 
-def _linear(file: str, passes: str, rows: tuple[str, ...], modes: tuple[str, ...]) -> Table:
+_ROWS = ("1", "16", "64", "256", "1024", "4096", "16384")
+
+
+def _linear(passes: str) -> Table:
     """Of benchmarks/linear.py on a GPU: one layer, microseconds and the ratio to bf16 by number of rows."""
     return Table(
-        file,
-        {"mode": f"{passes}, 14336 x 4096", **{number: f"{number} rows" for number in rows}},
-        lambda row: (
-            (row["pass"], row["n"], row["k"]) == (passes, "14336", "4096")
-            and row["rows"] in rows
-            and row["mode"] in modes
-        ),
+        "linear.csv",
+        {"mode": f"{passes}, 14336 x 4096", **{number: f"{number} rows" for number in _ROWS}},
+        lambda row: (row["pass"], row["n"], row["k"]) == (passes, "14336", "4096"),
         pivot("mode", "rows", us=".0f", ratio=".2f"),
     )
 
 
-_MODES = ("bf16", "weight only", "int8", "int8, threshold 6")
+def _layers(mode: str) -> Table:
+    """Of the same file: the ratio to bf16 of each layer, forward."""
+    return Table(
+        "linear.csv",
+        {"layer": f"{mode}, forward", **{number: f"{number} rows" for number in _ROWS}},
+        lambda row: (row["pass"], row["mode"]) == ("forward", mode),
+        _then(_joined("layer", "n", "k", between=" x "), pivot("layer", "rows", ratio=".2f")),
+    )
+
+
 _SETS = ("llama-1b fp32", "llama-1b bf16", "vit-b fp32", "vit-b bf16", "many-small fp32")
 _LOSSES = {
     "train_loss": "training loss",
@@ -221,9 +229,10 @@ TABLES = {
         },
         reshape=lambda rows: [{**row, "schedule": "cosine" if row["cosine"] == "True" else "constant"} for row in rows],
     ),
-    "linear-forward": _linear("linear.csv", "forward", ("256", "1024", "4096", "16384"), _MODES),
-    "linear-backward": _linear("linear.csv", "backward", ("256", "1024", "4096", "16384"), _MODES),
-    "linear-few-rows": _linear("linear-few-rows.csv", "forward", ("1", "16"), _MODES),
+    "linear-forward": _linear("forward"),
+    "linear-backward": _linear("backward"),
+    "linear-layers-weight-only": _layers("weight only"),
+    "linear-layers-int8": _layers("int8"),
     "linear-peers": Table(
         "linear-peers.csv",
         {"mode": "4096 x 4096, one row", "eager_us": "microseconds, eager", "ratio": "against bf16", "error": ""},
@@ -258,6 +267,8 @@ TABLES = {
             "state_mib": "state, MiB a rank",
             "peak_gib": "peak, GiB a rank",
             "step_ms": "ms a step",
+            "p20_ms": "20th percentile",
+            "p80_ms": "80th",
             "optimizer_ms": "of it optimizer",
             "gathered_mib": "gathered, MiB a step",
             "error": "",
