@@ -11,7 +11,7 @@ import torch
 from linear_reference import LEAST_SQNR, LEAST_SQNR_CODES, float_weight, llm_int8, make_weight, sqnr
 
 from qsub.linear import cuda, reference
-from qsub.linear.kernels import digits, few_rows, gemm, quantize, weight
+from qsub.linear.kernels import digits, few_rows, few_rows_backward, gemm, quantize, weight
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 33, 65), (2, 48, 64), (15, 64, 100), (17, 130, 96), (70, 130, 300)]  # (M, N, K)
@@ -104,6 +104,17 @@ def test_tile_of_digits(count, n):
     programs = -(-count // tile.digits) * -(-n // tile.bn) * tile.split
     assert tile.split == 1 or programs <= 132
     assert tile.stages * tile.bk * (tile.digits + tile.bn) <= 227 * 1024
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 128), (3, 300, 130), (17, 129, 65), (64, 33, 200)])
+@pytest.mark.parametrize("programs", [0, 4])
+def test_few_rows_backward(monkeypatch, m, n, k, programs):
+    tile = few_rows_backward._Tile(max(16, 1 << (m - 1).bit_length()), 32, 64, 2, 4, programs)
+    monkeypatch.setattr(few_rows_backward, "_tile", lambda m: tile)
+    codes, scale = make_weight(n, k)
+    wide = torch.randn(m, n + 3)
+    result = few_rows_backward.few_rows_backward(wide[:, :n], codes, scale)
+    assert sqnr(result, wide[:, :n].double() @ float_weight(codes, scale)) > LEAST_SQNR[torch.float32]
 
 
 @pytest.mark.parametrize(("n", "k"), [(40, 192), (8200, 48)])

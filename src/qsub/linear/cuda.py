@@ -11,7 +11,7 @@ from qsub.tensors.codes import dequantize_rows
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 if _HAS_TRITON:
-    from qsub.linear.kernels import digits, few_rows, gemm, gemv, quantize, weight
+    from qsub.linear.kernels import digits, few_rows, few_rows_backward, gemm, gemv, quantize, weight
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -81,6 +81,9 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
     if empty is not None:
         return empty
     if not int8_grad:
+        if _HAS_TRITON and grad.dtype == torch.bfloat16 and grad.shape[0] <= few_rows_backward.MOST_ROWS:
+            grad, int_data = _rows_contiguous(grad), _rows_contiguous(int_data)
+            return few_rows_backward.few_rows_backward(grad, int_data, scale.contiguous())
         return torch.mm(grad, dequantize(int_data, scale, grad.dtype))
     if not _use_kernels(grad.dtype) or grad.shape[1] > MAX_INT32_TERMS:
         return reference.int8_mm_transposed(grad, int_data, scale, int8_grad=True)
