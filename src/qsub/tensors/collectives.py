@@ -35,11 +35,14 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
 
     @table.implements(*_GATHER, *_WRAP)
     def gather(func: Any, x: Any, *group: Any) -> Any:
-        """DTensor.full_tensor and redistribute. It waits for what was gathered at once, not when that is first used."""
+        """DTensor.full_tensor and redistribute: each inner tensor has arrived before the next one is sent.
+
+        With several on their way at a time, the worker threads of gloo can corrupt the heap (torch 2.13).
+        """
         if not has_rows(x):
             raise NotImplementedError(f"{func} of {table.owner} takes rows of 2 dimensions or more. {table.remedy}")
-        operator = _functional.wait_tensor if func in _WRAP else func
-        return x.like(*(operator(part.contiguous(), *group) for part in _parts(x)))
+        works = (part if func in _WRAP else func(part.contiguous(), *group) for part in _parts(x))
+        return x.like(*map(_functional.wait_tensor, works))
 
     @table.implements(_c10d.scatter_.default)
     def scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
