@@ -1,5 +1,6 @@
 """The pools of processes that the distributed tests run on."""
 
+import faulthandler
 import os
 
 import pytest
@@ -22,18 +23,25 @@ def _fail_on(rank: int, bad: int) -> int:
     return rank
 
 
-def _die(rank: int, marker: str, always: bool) -> int:
-    if rank == 1 and (always or not os.path.exists(marker)):
+def _die(rank: int, marker: str, how: str) -> int:
+    if rank == 1 and (how != "abort once" or not os.path.exists(marker)):
         open(marker, "w").close()
-        os._exit(7)
+        faulthandler.disable()  # this one is no news
+        os._exit(7) if how == "exit" else os.abort()
     dist.barrier()
     return rank
 
 
-def test_a_rank_that_dies_is_given_one_more_try(tmp_path):
-    assert on_ranks(_die, 2, str(tmp_path / "died"), False) == [0, 1]
+def test_a_rank_that_aborts_is_given_one_more_try(tmp_path):
+    assert on_ranks(_die, 2, str(tmp_path / "died"), "abort once") == [0, 1]
+    with pytest.raises(RankDied, match="rank 1 of 2 died with exit code -6"):
+        on_ranks(_die, 2, str(tmp_path / "died"), "abort")
+
+
+def test_a_rank_that_exits_is_not(tmp_path, capsys):
     with pytest.raises(RankDied, match="rank 1 of 2 died with exit code 7"):
-        on_ranks(_die, 2, str(tmp_path / "died"), True)
+        on_ranks(_die, 2, str(tmp_path / "died"), "exit")
+    assert "once more" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
