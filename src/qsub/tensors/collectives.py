@@ -41,8 +41,8 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
         """
         if not has_rows(x):
             raise NotImplementedError(f"{func} of {table.owner} takes rows of 2 dimensions or more. {table.remedy}")
-        works = (part if func in _WRAP else func(part.contiguous(), *group) for part in _parts(x))
-        return x.like(*map(_functional.wait_tensor, works))
+        sent = (part if func in _WRAP else func(part.contiguous(), *group) for part in _parts(x))
+        return x.like(*map(_functional.wait_tensor, sent))
 
     @table.implements(_c10d.scatter_.default)
     def scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:
