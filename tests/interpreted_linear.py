@@ -106,7 +106,7 @@ def test_tile_of_digits(count, n):
     assert tile.stages * tile.bk * (tile.digits + tile.bn) <= 227 * 1024
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 128), (3, 300, 130), (17, 129, 65), (64, 33, 200)])
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 96, 128), (3, 320, 64), (17, 32, 192), (100, 64, 64)])
 @pytest.mark.parametrize("programs", [0, 4])
 def test_few_rows_backward(monkeypatch, m, n, k, programs):
     tile = few_rows_backward._Tile(max(16, 1 << (m - 1).bit_length()), 32, 64, 2, 4, programs)

@@ -50,7 +50,7 @@ def _launch(kernel, *arguments, constants=(64,), warps=4):
 def test_kept_kernel_gets_addresses(kernel):
     x, y = torch.zeros(8), torch.zeros(8, dtype=torch.int8)
     _launch(kernel, x, y, None, 7, 1.5)
-    options = {"num_warps": 4, "num_stages": 3, "launch_pdl": True}
+    options = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True, "launch_pdl": True}
     ((grid, args, given),) = kernel.compiled
     assert (grid, args[2:], given) == ((3, 2, 1), (None, 7, 1.5, 64), options) and args[0] is x
     x2 = torch.ones(8)

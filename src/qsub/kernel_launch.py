@@ -34,7 +34,7 @@ def launch(
         constants: values of the `tl.constexpr` parameters.
         warps: warps of a program.
         stages: pipeline stages of its loops.
-        options: of the compiler, the same at each launch of a kernel.
+        options: of the compiler, the same at each launch of a kernel. Products are fused with sums (FMA) throughout.
     """
     key: list[Any] = [id(kernel), constants, warps, stages]  # its hash is that of its source, found anew each time
     values: list[Any] = []
@@ -56,7 +56,8 @@ def launch(
     identity = tuple(key)
     compiled = _compiled.get(identity)
     if compiled is None:
-        compiled = kernel[grid](*arguments, *constants, num_warps=warps, num_stages=stages, **options)
+        options |= {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}  # Triton's default until 3.9
+        compiled = kernel[grid](*arguments, *constants, **options)
         if compiled is not None:  # None under Triton's interpreter
             _compiled[identity] = compiled
         return

@@ -81,7 +81,7 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
     if empty is not None:
         return empty
     if not int8_grad:
-        if _HAS_TRITON and grad.dtype == torch.bfloat16 and grad.shape[0] <= few_rows_backward.MOST_ROWS:
+        if _HAS_TRITON and few_rows_backward.takes(grad, int_data):
             grad, int_data = _rows_contiguous(grad), _rows_contiguous(int_data)
             return few_rows_backward.few_rows_backward(grad, int_data, scale.contiguous())
         return torch.mm(grad, dequantize(int_data, scale, grad.dtype))

@@ -27,7 +27,7 @@ _LANES = 128  # parameters per program of prepare_kernel
 _ELEMENTS_PER_WARP = 512
 # 96 registers let 21 programs run on a multiprocessor; left alone ptxas takes up to 128 (3% slower on an H200), and
 # with 80 it has no room to load ahead (10% slower).
-_OPTIONS: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": 96}
+_OPTIONS: dict[str, Any] = {"maxnreg": 96}
 
 _STAGED = 1 << 27  # elements of int8 weights that are float at a time: 512 MiB
 _NOWHERE = 16  # address of a gradient without elements: it is there, but never read

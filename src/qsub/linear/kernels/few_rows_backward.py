@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from qsub.kernel_launch import cdiv, launch, multiprocessors, next_power_of_2
-from qsub.linear.kernels.overlap import overlaps, prefetch, wait_for_inputs
+from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 
-MOST_ROWS = 64
+MOST_ROWS = 128
+LEAST_WEIGHTS = 1 << 25  # elements; for smaller weights it has not been compared with a dequantized one
 
 
 class _Tile(NamedTuple):
@@ -30,7 +31,17 @@ class _Tile(NamedTuple):
 
 
 def _tile(m: int) -> _Tile:
-    return _Tile(max(16, next_power_of_2(m)), 128, 128, 4, 4, 2)
+    """Measured on H200 for N and K of 4096 and 14336."""
+    if m <= 16:
+        return _Tile(16, 128, 128, 3, 4, 4)
+    return _Tile(32, 32, 256, 5, 4, 4) if m <= 32 else _Tile(next_power_of_2(m), 64, 128, 4, 4, 2)
+
+
+def takes(grad: Tensor, int_data: Tensor) -> bool:
+    """Whether it is a product for this kernel: whole tiles, and a weight large enough."""
+    n, k = int_data.shape
+    whole = n % 128 == 0 and k % 256 == 0 and int_data.numel() >= LEAST_WEIGHTS
+    return whole and grad.shape[0] <= MOST_ROWS and grad.dtype == torch.bfloat16
 
 
 @triton.jit(do_not_specialize=["M", "SPLIT"])
@@ -45,44 +56,34 @@ def grad_kernel(
     stride_gm,
     stride_wn,
     SPLIT,
-    EVEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """(M, a slice of N) @ (that slice, BK columns) with M <= BM, into slice number `program_id(1)` of `out`."""
+    """(M, a slice of N) @ (that slice, BK columns) with M <= BM, into slice number `program_id(1)` of `out`.
+
+    N is a multiple of BN, and K of BK.
+    """
     columns = tl.program_id(0) * BK + tl.arange(0, BK)
-    column_inside = columns < K
     length = tl.cdiv(tl.cdiv(N, BN), SPLIT) * BN
     begin = tl.program_id(1) * length
-    depth = begin + tl.arange(0, BN)
     rows = tl.arange(0, BM)
-    row_inside = rows < M
-    pw = int_data + tl.where(depth < N, depth, 0).to(tl.int64)[:, None] * stride_wn
+    inside = (rows < M)[:, None]
     if OVERLAP:  # the part of W that the first step reads
-        first = tl.program_id(0) * BK + tl.arange(0, BK // 64) * 64
-        prefetch(pw + tl.where(first < K, first, 0)[None, :])
+        ahead = begin + tl.arange(0, BN)
+        address = int_data + tl.where(ahead < N, ahead, 0).to(tl.int64)[:, None] * stride_wn
+        prefetch(address + (tl.program_id(0) * BK + tl.arange(0, BK // LINE) * LINE)[None, :])
     wait_for_inputs(OVERLAP)
     acc = tl.zeros((BM, BK), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + length, N), BN):
         depth = start + tl.arange(0, BN)
-        pg = grad + rows.to(tl.int64)[:, None] * stride_gm + depth[None, :]
-        pw = int_data + depth.to(tl.int64)[:, None] * stride_wn + columns[None, :]
-        if EVEN:
-            value = tl.load(pg, mask=row_inside[:, None], other=0.0)
-            factor = tl.load(scale + depth)
-            codes = tl.load(pw)
-        else:
-            inside = depth < N
-            value = tl.load(pg, mask=row_inside[:, None] & inside[None, :], other=0.0)
-            factor = tl.load(scale + depth, mask=inside, other=0.0)
-            codes = tl.load(pw, mask=inside[:, None] & column_inside[None, :], other=0)
-        folded = (value.to(tl.float32) * (factor.to(tl.float32) * (1.0 / 127.0))[None, :]).to(value.dtype)
-        acc = tl.dot(folded, codes.to(value.dtype), acc)
-    rows = tl.program_id(1) * M + rows
-    inside = row_inside[:, None] & column_inside[None, :]
-    tl.store(out + rows.to(tl.int64)[:, None] * K + columns[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        value = tl.load(grad + rows.to(tl.int64)[:, None] * stride_gm + depth[None, :], mask=inside, other=0.0)
+        factor = tl.load(scale + depth).to(tl.float32) * (1.0 / 127.0)
+        codes = tl.load(int_data + depth.to(tl.int64)[:, None] * stride_wn + columns[None, :])
+        acc = tl.dot((value.to(tl.float32) * factor[None, :]).to(value.dtype), codes.to(value.dtype), acc)
+    place = (tl.program_id(1) * M + rows).to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["SPLIT"])
@@ -101,7 +102,7 @@ def few_rows_backward(grad: Tensor, int_data: Tensor, scale: Tensor) -> Tensor:
     """Product of a few rows: (M, N) x (N, K) -> (M, K) in the dtype of grad.
 
     Args:
-        grad: (M, N) bf16 with M <= 64, whose rows are contiguous.
+        grad: (M, N) bf16, whose rows are contiguous; one that `takes` takes.
         int_data: (N, K) int8 whose rows are contiguous.
         scale: (N,) row magnitudes of W.
     """
@@ -113,7 +114,7 @@ def few_rows_backward(grad: Tensor, int_data: Tensor, scale: Tensor) -> Tensor:
     out = torch.empty(m, k, device=device, dtype=grad.dtype)
     target = out if split == 1 else torch.empty(split * m, k, device=device, dtype=torch.float32)
     arguments = (grad, int_data, scale, target, m, n, k, grad.stride(0), int_data.stride(0), split)
-    constants = (n % tile.bn == 0 and k % tile.bk == 0, tile.bm, tile.bn, tile.bk, overlap)
+    constants = (tile.bm, tile.bn, tile.bk, overlap)
     launch(grad_kernel, (columns, split, 1), arguments, constants, tile.warps, tile.stages, launch_pdl=overlap)
     if split > 1:
         grid = (cdiv(m * k, 1024), 1, 1)
