@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a model of 0.4M parameters")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--output", default="benchmarks/results/fsdp2", help="path of .csv and .md, less the suffix")
+    parser.add_argument("--output", default="benchmarks/results/fsdp2", help="path of the .csv, less the suffix")
     options = parser.parse_args()
     if options.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

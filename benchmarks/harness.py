@@ -102,7 +102,7 @@ def write_csv(path: str, rows: list[dict[str, Any]]) -> None:
 
 
 def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any], device: str = "") -> None:
-    """Write `path`.csv, with the record of the machine in each row, and `path`.md, the table to read.
+    """Write `path`.csv, with the record of the machine in each row (`report.py` makes tables of it).
 
     Args:
         path: without suffix; folders are made.
@@ -110,12 +110,7 @@ def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any],
         record: what holds for all rows, beside `environment`.
         device: of the environment. Default: CUDA if there is one.
     """
-    target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     record = {**environment(device or ("cuda" if torch.cuda.is_available() else "cpu")), **record}
     columns = list(dict.fromkeys(key for row in rows for key in row))
     write_csv(f"{path}.csv", [{**dict.fromkeys(columns, ""), **row, **record} for row in rows])
-    lines = [", ".join(f"{key}: {value}" for key, value in record.items()), ""]
-    lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_text(row.get(key, "")) for key in columns) + " |" for row in rows]
-    pathlib.Path(f"{path}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="steps between two synchronizations")
     parser.add_argument("--cold", action="store_true", help="time a first step before the reference check compiles")
-    parser.add_argument("--out", default="benchmarks/results/optim_step", help="path of .csv and .md, less the suffix")
+    parser.add_argument("--out", default="benchmarks/results/optim_step", help="path of the .csv, less the suffix")
     args = parser.parse_args()
     on_gpu = args.device.startswith("cuda")
     args.sets = args.sets or (["vit-b", "llama-1b", "many-small"] if on_gpu else ["one-2048", "tiny"])
