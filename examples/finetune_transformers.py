@@ -33,10 +33,15 @@ class Blocks(Dataset):
         return {"input_ids": self.blocks[index], "labels": self.blocks[index]}
 
 
-def finetune(folder: Path, text: str, out: Path, steps: int = 50, length: int = 128) -> list[float]:
-    """Train adapters on an int8 model, save them and the merged model; returns the losses."""
+def finetune(
+    folder: Path, text: str, out: Path, steps: int = 50, length: int = 128, dtype: torch.dtype | None = None
+) -> list[float]:
+    """Train adapters on an int8 model, save them and the merged model; returns the losses.
+
+    `dtype` is that of the activations and of the merged model: bf16 on a GPU and fp32 on a CPU, unless given.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    dtype = dtype or (torch.bfloat16 if torch.cuda.is_available() else torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=qsub.QsubConfig(), dtype=dtype, device_map="auto"
     )

@@ -31,6 +31,6 @@ def __getattr__(name: str) -> Any:
         try:
             from qsub.interop.transformers import QsubConfig
         except ImportError as error:
-            raise ImportError("qsub.QsubConfig needs transformers 5: pip install 'transformers>=5'") from error
+            raise ImportError("qsub.QsubConfig needs transformers 5.6: pip install 'transformers>=5.6'") from error
         return QsubConfig
     raise AttributeError(f"module 'qsub' has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -47,7 +47,7 @@ class _Read(ConversionOps):
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """`input_dict` has the stored tensors by the ends of their names, see `serialized_names`."""
+        """`input_dict` has the stored tensors by the ends of their names, see `stored`."""
         parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         dtype = model.get_parameter_or_buffer(full_layer_name).dtype
         if list(parts) == ["weight"] and parts["weight"].is_floating_point():  # a float one beside bitsandbytes' layers
@@ -72,7 +72,8 @@ class QsubHfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QsubConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.targets: set[str] = set()  # names of the weights that are int8, or become so
-        self.serialized_names = {"weight": _OURS}
+        self.shapes: dict[str, torch.Size] = {}  # of the parameters before loading
+        self.stored = _OURS  # what stands for a weight in a checkpoint with int8 weights
 
     @property
     def options(self) -> QsubConfig:
@@ -100,6 +101,7 @@ class QsubHfQuantizer(HfQuantizer):
             if not {name, source} <= names:
                 names -= {name, source}
         self.targets = names
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}
         if self.pre_quantized and checkpoint_files:
             self._check_files(checkpoint_files)
 
@@ -111,7 +113,7 @@ class QsubHfQuantizer(HfQuantizer):
             with safe_open(file, framework="pt") as opened:
                 keys.update(opened.keys())
         if any(key.endswith(".SCB") for key in keys):
-            self.serialized_names = {"weight": _BITSANDBYTES}
+            self.stored = _BITSANDBYTES
         elif not any(key.endswith(".weight.int_data") for key in keys):
             raise ValueError(
                 f"{os.path.dirname(files[0])}: config.json says that weights are int8, but no file holds any. Remove "
@@ -130,9 +132,9 @@ class QsubHfQuantizer(HfQuantizer):
         """The operation on a float checkpoint."""
         return _Quantize(self)
 
-    def get_load_operations(self) -> dict[str, Any]:
+    def get_weight_conversions(self) -> list[WeightConverter]:
         """The operation on a checkpoint with int8 weights."""
-        return {"deserialize": _Read}
+        return [WeightConverter(self.stored, "weight", operations=[_Read(self)])] if self.pre_quantized else []
 
     def accept(self, model: Any, name: str, value: Tensor) -> Tensor:
         """The int8 weight of a float tensor; one that doesn't fit the model is left for transformers to report."""
@@ -148,12 +150,23 @@ class QsubHfQuantizer(HfQuantizer):
         return nn.Parameter(weight, requires_grad=self.options.trainable)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self._check_shapes(model)
         # Reading is no transform of names that saving would have to undo.
         conversions = getattr(model, "_weight_conversions", None) or []
         model._weight_conversions = [c for c in conversions if not any(isinstance(o, _Read) for o in _operations(c))]
         loading.register(model)
         attach(model)
         return model
+
+    def _check_shapes(self, model: Any) -> None:
+        """Releases of transformers before 5.23 put tensors of any shape into a model that has a quantizer."""
+        for name, param in model.named_parameters():
+            if param.shape != self.shapes.get(name, param.shape):
+                raise RuntimeError(
+                    f"{name} is {tuple(param.shape)} in the checkpoint, but {tuple(self.shapes[name])} in the model: "
+                    "load it with the config it was saved with. To leave out what doesn't fit with "
+                    "ignore_mismatched_sizes=True, install transformers 5.23 or newer."
+                )
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
         """What save_pretrained writes: plain tensors, and the header of `qsub.save_file`."""

@@ -1,4 +1,4 @@
-"""transformers 5: `from_pretrained(path, quantization_config=qsub.QsubConfig())`, and folders of bitsandbytes.
+"""transformers 5.6 and later: `from_pretrained(path, quantization_config=qsub.QsubConfig())`, bitsandbytes' folders.
 
 A float checkpoint is quantized tensor by tensor while it is read, so that memory holds the int8 model and one float
 tensor. What save_pretrained writes is the layout of `qsub.save_file` (`NAME.int_data` and `NAME.scale` for each int8
