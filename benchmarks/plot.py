@@ -86,7 +86,7 @@ def draw_tasks(rows: list[Row]) -> None:
     for row in rows:
         run = losses.setdefault(row["task"], {}).setdefault(row["run"], {})
         run.setdefault(int(row["step"]), []).append(float(row["loss"]))
-    figure, axes = plt.subplots(2, len(losses), figsize=(4.5 * len(losses), 6), squeeze=False, sharex="col")
+    figure, axes = plt.subplots(2, len(losses), figsize=(4.5 * len(losses), 6.6), squeeze=False, sharex="col")
     for (upper, lower), (task, runs) in zip(axes.T, losses.items(), strict=True):
         reference = next(iter(runs.values()))
         means = {step: sum(values) / len(values) for step, values in reference.items()}
@@ -97,12 +97,12 @@ def draw_tasks(rows: list[Row]) -> None:
             steps = list(curve)
             values = [sum(curve[step]) / len(curve[step]) for step in steps]
             style = {"color": f"C{index}", "linestyle": ("-", "--", "-.", ":")[index % 4]}
-            upper.plot(steps, values, label=run, **style)
-            lower.plot(steps, [value - means[step] for step, value in zip(steps, values, strict=True)], **style)
+            upper.plot(steps, values, **style)
+            less = [value - means[step] for step, value in zip(steps, values, strict=True)]
+            lower.plot(steps, less, label=run, **style)
         upper.set(title=task, ylabel="training loss")
         lower.set(xlabel="step", ylabel=f"less {next(iter(runs))}")
-        upper.legend(fontsize="small")
-        lower.legend(fontsize="small")
+        lower.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
     figure.tight_layout()
 
 
