@@ -59,8 +59,22 @@ def test_shape_classes_in_bf16(m, n, k):
     result = int8_linear(x, codes, scale, activations="int8", outlier_threshold=100.0)
     assert sqnr(result, quantized) > least
     grad = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    assert sqnr(int8_mm_transposed(grad, codes, scale), grad.double() @ weight) > LEAST_SQNR[torch.bfloat16]
     folded = fake_quantize_rows(grad.double() * scale.double() / 127) @ codes.double()
     assert sqnr(int8_mm_transposed(grad, codes, scale, backward="int8"), folded) > least
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 32, 33, 64, 100, 128, 129])
+def test_backward_of_a_few_rows(m):
+    """Large weights are read as int8; more rows than the kernel takes go through a dequantized weight."""
+    from qsub.linear.kernels import few_rows_backward
+
+    codes, scale = make_weight(8192, 4096, "cuda")
+    grad = torch.randn(m, 8200, device="cuda", dtype=torch.bfloat16)[:, :8192]
+    assert few_rows_backward.takes(grad, codes) == (m <= 128)
+    result = int8_mm_transposed(grad, codes, scale)
+    assert sqnr(result, grad.double() @ float_weight(codes, scale)) > LEAST_SQNR[torch.bfloat16]
+    assert torch.equal(result, int8_mm_transposed(grad, codes, scale))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
