@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qsub.kernel_launch import cdiv, launch, multiprocessors, next_power_of_2
-from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
+from qsub.linear.kernels.overlap import overlaps, prefetch, wait_for_inputs
 
 MOST_ROWS = 128
 LEAST_WEIGHTS = 1 << 25  # elements; for smaller weights it has not been compared with a dequantized one
@@ -66,23 +66,29 @@ def grad_kernel(
     N is a multiple of BN, and K of BK.
     """
     columns = tl.program_id(0) * BK + tl.arange(0, BK)
+    column_inside = columns < K
     length = tl.cdiv(tl.cdiv(N, BN), SPLIT) * BN
     begin = tl.program_id(1) * length
     rows = tl.arange(0, BM)
-    inside = (rows < M)[:, None]
-    if OVERLAP:  # the part of W that the first step reads
+    row_inside = rows < M
+    if OVERLAP:  # the part of W that the first step reads, by half lines
         ahead = begin + tl.arange(0, BN)
+        half = tl.program_id(0) * BK + tl.arange(0, BK // 64) * 64
         address = int_data + tl.where(ahead < N, ahead, 0).to(tl.int64)[:, None] * stride_wn
-        prefetch(address + (tl.program_id(0) * BK + tl.arange(0, BK // LINE) * LINE)[None, :])
+        prefetch(address + tl.where(half < K, half, 0)[None, :])
     wait_for_inputs(OVERLAP)
     acc = tl.zeros((BM, BK), dtype=tl.float32)
     for start in range(begin, tl.minimum(begin + length, N), BN):
         depth = start + tl.arange(0, BN)
-        value = tl.load(grad + rows.to(tl.int64)[:, None] * stride_gm + depth[None, :], mask=inside, other=0.0)
-        factor = tl.load(scale + depth).to(tl.float32) * (1.0 / 127.0)
-        codes = tl.load(int_data + depth.to(tl.int64)[:, None] * stride_wn + columns[None, :])
-        acc = tl.dot((value.to(tl.float32) * factor[None, :]).to(value.dtype), codes.to(value.dtype), acc)
+        pg = grad + rows.to(tl.int64)[:, None] * stride_gm + depth[None, :]
+        pw = int_data + depth.to(tl.int64)[:, None] * stride_wn + columns[None, :]
+        value = tl.load(pg, mask=row_inside[:, None], other=0.0)
+        factor = tl.load(scale + depth)
+        codes = tl.load(pw)
+        folded = (value.to(tl.float32) * (factor.to(tl.float32) * (1.0 / 127.0))[None, :]).to(value.dtype)
+        acc = tl.dot(folded, codes.to(value.dtype), acc)
     place = (tl.program_id(1) * M + rows).to(tl.int64)[:, None] * K + columns[None, :]
+    inside = row_inside[:, None] & column_inside[None, :]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
