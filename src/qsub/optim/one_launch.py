@@ -142,7 +142,7 @@ class OneLaunch:
         if not all(map(Tensor.is_contiguous, grads)):
             grads = [grad.contiguous() for grad in grads]
         for some in self._waves(plan, params):
-            plan = self._launch(plan, group, all_states, params[some], grads[some], hyper)
+            plan = self._launch_some(plan, group, all_states, params[some], grads[some], hyper)
 
     @staticmethod
     def _waves(plan: Plan, params: list[Tensor]) -> list[slice]:
@@ -159,7 +159,7 @@ class OneLaunch:
             elements += size
         return [*waves, slice(start, len(params))]
 
-    def _launch(
+    def _launch_some(
         self,
         plan: Plan,
         group: dict[str, Any],
@@ -169,9 +169,7 @@ class OneLaunch:
         hyper: HyperTensor,
     ) -> Plan:
         """One launch; returns the plan, made anew if the addresses no longer suit it."""
-        here = set(map(id, params))
-        staged = [slot for slot in plan.staged if plan.ids[slot] in here]
-        values = {slot: _value(local(plan.params[slot])) for slot in staged}
+        values = _values(plan, params)
         pointers = _pointers(plan, params, grads, values)
         table = plan.pointers
         if pointers != plan.uploaded or _capturing(plan.device):
@@ -179,7 +177,7 @@ class OneLaunch:
                 covers = plan.covers_group
                 plan = self._make((plan.index, plan.device), group, all_states, plan.params, plan.grad_dtypes)
                 plan.covers_group = covers
-                values = {slot: _value(local(plan.params[slot])) for slot in plan.staged if plan.ids[slot] in here}
+                values = _values(plan, params)
                 pointers = _pointers(plan, params, grads, values)
             table = self._upload(plan, pointers, hyper)
         other = plan.device.type == "cuda" and plan.device.index != torch.cuda.current_device()
@@ -222,11 +220,17 @@ class OneLaunch:
         return table
 
 
-def _value(param: Tensor) -> Tensor:
-    """Contiguous float copy of a parameter that the kernel can't write in place."""
-    if isinstance(param, Int8RowwiseTensor):
-        return param.dequantize(torch.float32)
-    return param.detach().contiguous()
+def _values(plan: Plan, params: list[Tensor]) -> dict[int, Tensor]:
+    """Contiguous float copies, by slot, of those of `params` that the kernel can't write in place."""
+    if not plan.staged:
+        return {}
+    here, values = set(map(id, params)), {}
+    for slot in plan.staged:
+        if plan.ids[slot] in here:
+            part = local(plan.params[slot])
+            int8 = isinstance(part, Int8RowwiseTensor)
+            values[slot] = part.dequantize(torch.float32) if int8 else part.detach().contiguous()
+    return values
 
 
 def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dict[int, Tensor]) -> list[int]:
