@@ -163,12 +163,9 @@ class Gathered(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def local_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor on this rank; of a wrapper subclass those of its parts."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.nbytes
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[operator]
-    return sum(local_bytes(part) for part in parts if isinstance(part, Tensor))
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors on this rank; of wrapper subclasses those of their parts."""
+    return sum(part.nbytes for tensor in tensors for part in harness.stored(tensor))
 
 
 def largest(value: float, device: str) -> float:
@@ -221,8 +218,8 @@ def measure(way: str, shape: Shape, device: str, steps: int) -> dict[str, Any]:
     states = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
     return {
         "parameters": sum(param.numel() for param in model.parameters()),
-        "weights_mib": largest(sum(map(local_bytes, model.parameters())) / 2**20, device),
-        "state_mib": largest(sum(map(local_bytes, states)) / 2**20, device),
+        "weights_mib": largest(local_bytes(model.parameters()) / 2**20, device),
+        "state_mib": largest(local_bytes(states) / 2**20, device),
         "peak_gib": largest(harness.peak_memory(device), device),
         "step_ms": median,
         "p20_ms": p20,

@@ -7,6 +7,7 @@ import pathlib
 import platform
 import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -89,6 +90,16 @@ def _text(value: Any) -> str:
 
 def one_line(row: dict[str, Any]) -> str:
     return "  ".join(f"{key}={_text(value)}" for key, value in row.items())
+
+
+def stored(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor, perhaps of a subclass, consists of on this rank."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []  # type: ignore[operator]
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):  # a DTensor names its mesh, too
+            yield from stored(part)
+    if not names:
+        yield tensor
 
 
 def write_csv(path: str, rows: list[dict[str, Any]]) -> None:

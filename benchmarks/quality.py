@@ -66,15 +66,6 @@ def make_optimizer(task: Task, run: str, model: nn.Module) -> torch.optim.Optimi
     return getattr(importlib.import_module(module), name)(params, lr=task.lr, weight_decay=decay, **options)
 
 
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor, perhaps of a subclass, consists of."""
-    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
-    for name in names:
-        yield from _stored(getattr(tensor, name))
-    if not names:
-        yield tensor
-
-
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of all state but the step counts; a tensor that parameters share counts once."""
     found = {
@@ -82,7 +73,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for state in optimizer.state.values()
         for key, value in state.items()
         if key != "step" and isinstance(value, Tensor)
-        for part in _stored(value)
+        for part in harness.stored(value)
     }
     return sum(found.values())
 

@@ -9,6 +9,7 @@ from torch import nn
 from qsub import loading
 from qsub.interop import hook
 from qsub.tensors import codes
+from qsub.tensors.dispatch import is_dtensor
 from qsub.tensors.rowwise import Int8RowwiseTensor, check_modes
 from qsub.tensors.rowwise_parallel import (
     bad_ranks,
@@ -17,7 +18,6 @@ from qsub.tensors.rowwise_parallel import (
     decode,
     encode,
     forget_shards,
-    is_distributed,
     local_part,
 )
 
@@ -79,7 +79,7 @@ def _check(params: list[tuple[nn.Parameter, str]]) -> None:
         for ok, (_, index) in zip(good, entries, strict=True):
             bad[index] = not ok
     for rank, (param, name) in zip(bad_ranks([param for param, _ in params], bad), params, strict=True):
-        if rank >= 0 and any(is_distributed(other) for other, _ in params):
+        if rank >= 0 and any(is_dtensor(other) for other, _ in params):
             raise ValueError(
                 f"{name}: the part on rank {rank} has NaN, Inf or a magnitude over {codes.FP16_MAX:.0f}, which an fp16 "
                 "row scale can't hold. Repair the weight, or leave it in float (quantize_: filter_fn)."

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor. Without an import of that class there are none, and it takes a while."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+from qsub.tensors.dispatch import is_dtensor
 
 
 def local(tensor: Tensor) -> Any:

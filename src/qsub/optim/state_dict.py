@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from qsub.optim.options import check_state_options
-from qsub.optim.sharding import as_dtensor, is_dtensor, local, part_of, raise_together
+from qsub.optim.sharding import as_dtensor, local, part_of, raise_together
 from qsub.tensors.blockwise import Blockwise8bitTensor
+from qsub.tensors.dispatch import is_dtensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _CODES = {  # of exp_avg and of the second moments, by `state_code`

@@ -104,6 +104,12 @@ def cache_key(tensor: Any) -> str:
     return str((type(tensor).__qualname__, tensor.shape, tensor.requires_grad, sorted(meta.items()), inner))
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor. Without an import of that class there are none, and it takes a while."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def called_from(module: str) -> bool:
     """Whether a function of the module of that name is on the stack."""
     frame = sys._getframe()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import codes as math8
+from qsub.tensors.dispatch import is_dtensor
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 
@@ -42,18 +43,12 @@ def join_columns(pieces: list[Any]) -> Int8RowwiseTensor:
 
 def local_part(param: Any) -> Any:
     """What this rank holds of a parameter: the local tensor of a DTensor, else the parameter itself."""
-    return param.detach().to_local() if is_distributed(param) else param
-
-
-def is_distributed(param: Any) -> bool:
-    """Whether it is a DTensor. Without an import of that class there are none, and it takes a while."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(param, module.DTensor)
+    return param.detach().to_local() if is_dtensor(param) else param
 
 
 def check_placements(param: Any, name: str) -> None:
     """ValueError unless the DTensor `param` is cut into rows or columns, or whole on each rank. No communication."""
-    if is_distributed(param) and any(placement.is_partial() for placement in param.placements):
+    if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
         raise ValueError(
             f"{name} is placed as {param.placements}: a sum that the ranks hold parts of can't be quantized. "
             "Call .redistribute(placements=[Replicate()]) on it first."
@@ -69,7 +64,7 @@ def bad_ranks(params: list[Any], bad: list[bool]) -> list[int]:
         params: in the same order on all ranks.
         bad: for each, whether the part of this rank is bad.
     """
-    meshes = dict.fromkeys(param.device_mesh for param in params if is_distributed(param))
+    meshes = dict.fromkeys(param.device_mesh for param in params if is_dtensor(param))
     rank = torch.distributed.get_rank() if meshes else 0
     found = [rank if here else -1 for here in bad]
     for mesh in meshes:
@@ -94,7 +89,7 @@ def encode(param: Any, **modes: Any) -> Any:
         param: (out_features, in_features).
         **modes: as of `Int8RowwiseTensor.from_float`.
     """
-    if not is_distributed(param):
+    if not is_dtensor(param):
         return Int8RowwiseTensor.from_float(param, **modes)
     local, mesh = local_part(param), param.device_mesh
     local = local if local.dim() == 2 else local.new_empty(0, param.shape[1])  # on a rank outside of the mesh
@@ -110,7 +105,7 @@ def encode(param: Any, **modes: Any) -> Any:
 
 def decode(param: Any) -> Any:
     """The float weight of an int8 one; of a DTensor, a DTensor. No communication."""
-    return _placed_as(param, local_part(param).decode()) if is_distributed(param) else param.decode()
+    return _placed_as(param, local_part(param).decode()) if is_dtensor(param) else param.decode()
 
 
 def _placed_as(param: Any, local: Tensor) -> Any:
