@@ -7,7 +7,7 @@ graph. The embedding and the norms stay bf16; every linear, the head included, i
 """
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 import harness
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 LAYERS, DIM, HEADS, KV_HEADS, HIDDEN, VOCABULARY = 16, 2048, 32, 8, 8192, 128256  # Llama 3.2 1B
 HEAD_DIM = DIM // HEADS
+PIECE = 256  # logits compared together
 
 
 def make_linear(out_features: int, in_features: int, mode: str) -> nn.Module:
@@ -34,7 +35,18 @@ def make_linear(out_features: int, in_features: int, mode: str) -> nn.Module:
     return int8_layer(weight, **MODES[mode])
 
 
+class Step(NamedTuple):
+    """What the layers share: position (1,), the rotations at it, (HEAD_DIM / 2,), and the mask of the cache."""
+
+    position: Tensor
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+
+
 class Block(nn.Module):
+    """A layer of the decoder. The residual sum comes in two parts, so that their addition is fused with the norm."""
+
     def __init__(self, mode: str, batch: int, context: int):
         super().__init__()
         self.q, self.o = make_linear(DIM, DIM, mode), make_linear(DIM, DIM, mode)
@@ -46,17 +58,19 @@ class Block(nn.Module):
         self.register_buffer("keys", torch.randn(shape, device="cuda").bfloat16())
         self.register_buffer("values", torch.randn(shape, device="cuda").bfloat16())
 
-    def forward(self, x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, mask: Tensor) -> Tensor:
-        batch = x.shape[0]  # x: (batch, DIM)
+    def forward(self, x: Tensor, added: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """x and added: (batch, DIM), the parts of the residual sum. Returns its parts after this layer."""
+        batch = x.shape[0]
+        x = x + added
         y = F.rms_norm(x, (DIM,), self.norms[0], 1e-5)
-        q = rotate(self.q(y).view(batch, HEADS, 1, HEAD_DIM), cos, sin)
-        k = rotate(self.k(y).view(batch, KV_HEADS, 1, HEAD_DIM), cos, sin)
-        self.keys.index_copy_(2, position, k)
-        self.values.index_copy_(2, position, self.v(y).view(batch, KV_HEADS, 1, HEAD_DIM))
-        attention = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=mask, enable_gqa=True)
+        q = rotate(self.q(y).view(batch, HEADS, 1, HEAD_DIM), step.cos, step.sin)
+        k = rotate(self.k(y).view(batch, KV_HEADS, 1, HEAD_DIM), step.cos, step.sin)
+        self.keys.index_copy_(2, step.position, k)
+        self.values.index_copy_(2, step.position, self.v(y).view(batch, KV_HEADS, 1, HEAD_DIM))
+        attention = F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=step.mask, enable_gqa=True)
         x = x + self.o(attention.reshape(batch, DIM))
         y = F.rms_norm(x, (DIM,), self.norms[1], 1e-5)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x, self.down(F.silu(self.gate(y)) * self.up(y))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,9 +80,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.compile(dynamic=False)
+def begin(embedding: Tensor, token: Tensor, position: Tensor, context: int) -> tuple[Tensor, Step]:
+    """Rows of the embedding (batch, DIM), and what the layers share."""
+    angle = position.float() * 10000 ** (-torch.arange(HEAD_DIM // 2, device="cuda") * 2 / HEAD_DIM)
+    mask = (torch.arange(context, device="cuda") <= position).view(1, 1, 1, -1)
+    return embedding[token], Step(position, angle.cos().bfloat16(), angle.sin().bfloat16(), mask)
+
+
+@torch.compile(dynamic=False)
+def normalized_sum(x: Tensor, added: Tensor, norm: Tensor) -> Tensor:
+    return F.rms_norm(x + added, (DIM,), norm, 1e-5)
+
+
+@torch.compile(dynamic=False)
 def largest(logits: Tensor) -> Tensor:
-    """Greedy choice; compiled, because torch's own argmax of one row of logits runs on one multiprocessor."""
-    return logits.argmax(dim=-1)
+    """Greedy choice in two steps: in one, a row of logits is read by a single multiprocessor."""
+    values, columns = logits.view(logits.shape[0], -1, PIECE).max(dim=-1)
+    piece = values.argmax(dim=-1, keepdim=True)
+    return piece.squeeze(-1) * PIECE + columns.gather(1, piece).squeeze(-1)
 
 
 class Decoder(nn.Module):
@@ -76,17 +105,16 @@ class Decoder(nn.Module):
         super().__init__()
         self.embedding = torch.randn(VOCABULARY, DIM, device="cuda", dtype=torch.bfloat16)
         self.blocks = nn.ModuleList(Block(mode, batch, context) for _ in range(LAYERS))
+        self.norm = nn.Parameter(torch.ones(DIM, device="cuda", dtype=torch.bfloat16))
         self.head = make_linear(VOCABULARY, DIM, mode)
         self.context = context
 
     def forward(self, token: Tensor, position: Tensor) -> Tensor:
-        x = self.embedding[token]  # (batch, DIM)
-        angle = position.float() * 10000 ** (-torch.arange(HEAD_DIM // 2, device="cuda") * 2 / HEAD_DIM)
-        cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-        mask = (torch.arange(self.context, device="cuda") <= position).view(1, 1, 1, -1)
+        x, step = begin(self.embedding, token, position, self.context)
+        added = torch.zeros_like(x)
         for block in self.blocks:
-            x = block(x, position, cos, sin, mask)
-        return largest(self.head(x))
+            x, added = block(x, added, step)
+        return largest(self.head(normalized_sum(x, added, self.norm)))
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from linear_reference import LEAST_SQNR, LEAST_SQNR_CODES, float_weight, llm_int8, make_weight, sqnr
 
 from qsub.linear import cuda, reference
-from qsub.linear.kernels import digits, few_rows, few_rows_backward, gemm, quantize, weight
+from qsub.linear.kernels import code_gemv, digits, few_rows, few_rows_backward, gemm, quantize, weight
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 33, 65), (2, 48, 64), (15, 64, 100), (17, 130, 96), (70, 130, 300)]  # (M, N, K)
@@ -61,6 +61,15 @@ def test_selected_columns(outliers):
         assert torch.equal(found.weight[:, slot], expected_w)
 
 
+def test_a_threshold_below_every_magnitude():
+    """All columns are over it, the zeros and those past the end of a block included: only real ones are picked."""
+    x = torch.zeros(4, 40)
+    x[0, :10] = 1.0
+    found = quantize.Outliers(x, make_weight(8, 40)[0], -1.0)
+    assert found.index.tolist() == [*range(40), *[-1] * 24]
+    assert found.mask.all()
+
+
 def test_tied_columns_fill_the_limit():
     x = torch.zeros(4, 100)
     x[1, :90] = 7.0
@@ -93,6 +102,19 @@ def test_digits(monkeypatch, m, n, k, split):
     assert sqnr(digits.digit_mm(x, codes, scale, bias), high_only) < 46
     result = digits.digit_mm(x.float(), codes, scale, bias, int8_activations=True)
     assert sqnr(result, high_only) > LEAST_SQNR_CODES[torch.float32]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (33, 200), (64, 1024), (5, 2048)])
+def test_row_of_codes(n, k):
+    (wide, scale), bias = make_weight(n, k + 8), torch.randn(n)
+    weight = wide[:, :k]
+    codes, row_scale = torch.randint(-127, 128, (1, k), dtype=torch.int8), torch.rand(1)
+    codes[0, :8] = weight[0, :8] = -127  # eight products as large as they get
+    assert code_gemv.takes(weight) and not code_gemv.takes(wide[:, 1 : k + 1])
+    expected = (codes.double() @ weight.double().t()) * (scale.double() / 127) * (row_scale.double() / 127)
+    for summand in (None, bias):
+        result = code_gemv.code_gemv(codes, weight, row_scale, scale, summand, torch.float32)
+        assert sqnr(result, expected + (0 if summand is None else bias.double())) > 130
 
 
 @pytest.mark.parametrize("count", [2, 34, 65, 128, 129, 512])

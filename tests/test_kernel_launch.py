@@ -110,3 +110,16 @@ def test_integer_functions_equal_tritons(n, b):
 
     assert kernel_launch.cdiv(n, b) == triton.cdiv(n, b)
     assert kernel_launch.next_power_of_2(n) == triton.next_power_of_2(n)
+
+
+def test_kernels_are_for_nvidia(monkeypatch):
+    """PyTorch for AMD has devices named "cuda" and a Triton too; there the plain torch paths run."""
+    from qsub.optim.compiled import resolve_backend
+
+    cuda = torch.device("cuda")
+    for version, backend in ((None, "triton"), ("7.0.51831", "eager")):
+        kernel_launch.has_triton.cache_clear()
+        monkeypatch.setattr(torch.version, "hip", version)
+        assert resolve_backend(None, cuda) == backend
+        assert kernel_launch.has_triton() == (version is None)
+    kernel_launch.has_triton.cache_clear()

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning"),
 ]
 SHARED_MEMORY = 227 * 1024  # bytes that a program can have on H100 and H200
-LINEAR = ("digits", "few_rows", "few_rows_backward", "gemm", "gemv", "quantize", "weight")
+LINEAR = ("code_gemv", "digits", "few_rows", "few_rows_backward", "gemm", "gemv", "quantize", "weight")
 
 
 class Hopper:
@@ -67,7 +67,8 @@ def _operands(m, n, k, dtype):
 
 FORWARD = [
     (1, 4096, 512, torch.bfloat16, {}, ["gemv_kernel"]),
-    (1, 64, 100, torch.float32, {"int8_activations": True}, ["gemv_kernel"]),
+    (1, 64, 100, torch.float32, {"int8_activations": True}, ["quantize_rows_kernel", "pointer_kernel"]),
+    (1, 4096, 1000, torch.bfloat16, {"int8_activations": True}, ["quantize_rows_kernel", "code_gemv_kernel"]),
     (5, 8192, 512, torch.bfloat16, {}, ["wide_kernel"]),
     (5, 100, 130, torch.float16, {}, ["deep_kernel"]),
     (60, 2048, 512, torch.bfloat16, {}, ["quantize_digits_kernel", "digit_gemm_kernel", "sum_partials_kernel"]),

@@ -173,6 +173,9 @@ def test_operators_are_differentiable_themselves():
         ({"activations": "int4"}, "activations must be None or"),
         ({"backward": "fp8"}, "backward must be None or"),
         ({"outlier_threshold": 6.0}, 'needs activations="int8"'),
+        ({"activations": "int8", "outlier_threshold": 0.0}, "outlier_threshold must be positive, got 0.0"),
+        ({"activations": "int8", "outlier_threshold": -6.0}, "must be positive"),
+        ({"activations": "int8", "outlier_threshold": float("nan")}, "must be positive"),
     ],
 )
 def test_errors(arguments, message):

@@ -4,6 +4,7 @@ Also the integer functions that choose a grid: those of the module `triton` take
 """
 
 import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -83,6 +84,15 @@ def _settings() -> Any:
     from triton import knobs
 
     return knobs.runtime
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the kernels can run on CUDA tensors: Triton is installed, and the devices are NVIDIA's.
+
+    On AMD's, which PyTorch calls "cuda" too, the plain torch paths run: some kernels hold instructions of NVIDIA's.
+    """
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
 def cdiv(a: int, b: int) -> int:

@@ -1,23 +1,21 @@
 """CUDA paths of the int8 linear: which kernel runs for which mode and number of rows."""
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
+from qsub.kernel_launch import has_triton
 from qsub.linear import reference
 from qsub.linear.reference import MAX_INT32_TERMS
 from qsub.tensors.codes import dequantize_rows
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
-if _HAS_TRITON:
-    from qsub.linear.kernels import digits, few_rows, few_rows_backward, gemm, gemv, quantize, weight
+if has_triton():
+    from qsub.linear.kernels import code_gemv, digits, few_rows, few_rows_backward, gemm, gemv, quantize, weight
 
 _KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _use_kernels(dtype: torch.dtype) -> bool:
-    return dtype in _KERNEL_DTYPES and _HAS_TRITON
+    return dtype in _KERNEL_DTYPES and has_triton()
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -49,13 +47,15 @@ def int8_mm(
         outliers = quantize.Outliers(x, int_data, outlier_threshold)
         codes, row_scale = quantize.quantize_rows(x, outliers=outliers)
         return gemm.int8_gemm(codes, int_data, row_scale, scale, bias, x.dtype, outliers)
-    if rows == 1:
-        return gemv.gemv(x, int_data, scale, bias, int8_activations)
     if int8_activations:
-        if rows <= digits.MOST_INT8_ROWS and digits.takes(x, int_data):
+        if 1 < rows <= digits.MOST_INT8_ROWS and digits.takes(x, int_data):
             return digits.digit_mm(x, int_data, scale, bias, int8_activations=True)
         codes, row_scale = quantize.quantize_rows(x)
+        if rows == 1 and code_gemv.takes(int_data):
+            return code_gemv.code_gemv(codes, int_data, row_scale, scale, bias, x.dtype)
         return gemm.int8_gemm(codes, int_data, row_scale, scale, bias, x.dtype)
+    if rows == 1:
+        return gemv.gemv(x, int_data, scale, bias)
     by_digits = rows <= digits.MOST_ROWS and x.dtype == torch.bfloat16 and digits.takes(x, int_data)
     if rows <= few_rows.MOST_ROWS and x.dtype != torch.float32:
         if not by_digits or int_data.numel() <= few_rows.MOST_WEIGHTS:
@@ -81,7 +81,7 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
     if empty is not None:
         return empty
     if not int8_grad:
-        if _HAS_TRITON and few_rows_backward.takes(grad, int_data):
+        if has_triton() and few_rows_backward.takes(grad, int_data):
             grad, int_data = _rows_contiguous(grad), _rows_contiguous(int_data)
             return few_rows_backward.few_rows_backward(grad, int_data, scale.contiguous())
         return torch.mm(grad, dequantize(int_data, scale, grad.dtype))

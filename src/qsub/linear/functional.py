@@ -90,8 +90,8 @@ def int8_linear(
         (..., N) in the dtype of x (of autocast, where it is on).
 
     Raises:
-        ValueError: if `activations` or `backward` is neither None nor "int8", if `outlier_threshold` comes without
-            `activations="int8"`, or if the last dimension of x isn't K.
+        ValueError: if `activations` or `backward` is neither None nor "int8", if `outlier_threshold` isn't positive or
+            comes without `activations="int8"`, or if the last dimension of x isn't K.
     """
     if activations not in (None, "int8"):
         raise ValueError(f'activations must be None or "int8", got {activations!r}')
@@ -99,6 +99,8 @@ def int8_linear(
         raise ValueError(f'backward must be None or "int8", got {backward!r}')
     if outlier_threshold is not None and activations is None:
         raise ValueError(f'outlier_threshold={outlier_threshold} needs activations="int8"')
+    if outlier_threshold is not None and not outlier_threshold > 0:
+        raise ValueError(f"outlier_threshold must be positive, got {outlier_threshold}")
     if x.dim() == 0 or x.shape[-1] != int_data.shape[1]:
         raise ValueError(f"x must have shape (..., {int_data.shape[1]}) for this weight, got {tuple(x.shape)}")
     device = x.device.type

@@ -6,7 +6,6 @@ from step to step come in tensors, so none of them recompiles.
 """
 
 import functools
-import importlib.util
 import types
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.kernel_launch import has_triton
 from qsub.optim import step as definition
 from qsub.tensors.dynamic_codes import dynamic_tables
 
@@ -32,12 +32,6 @@ def cpp_compiler_error() -> str | None:
     except Exception as error:  # torch raises its own class, and OSError where the command can't start
         return f"{type(error).__name__}: {error}"
     return None
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

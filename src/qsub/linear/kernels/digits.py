@@ -147,10 +147,15 @@ def _tile(digits: int, n: int, sms: int) -> _Tile:
     two share one. Measured on H200 for N and K from 512 to 128256.
     """
     bd = min(128, max(16, next_power_of_2(digits)))
-    bn = 128 if digits > 128 and cdiv(digits, bd) * cdiv(n, 128) > sms else 64
-    tiles = cdiv(digits, bd) * cdiv(n, bn)
     if bd <= 32:
-        bk, stages = 256, 5
+        bn = 128 if bd == 32 and cdiv(n, 64) > sms else 64
+    else:
+        bn = 128 if digits > 128 and cdiv(digits, bd) * cdiv(n, 128) > sms else 64
+    tiles = cdiv(digits, bd) * cdiv(n, bn)
+    if bd == 16:
+        bk, stages = (512, 3) if tiles <= sms else (256, 5)
+    elif bd == 32:
+        bk, stages = (256, 4) if bn == 128 else (256, 5)
     elif bd == 64:
         bk, stages = (256, 4) if tiles <= sms else (128, 5)
     else:

@@ -1,12 +1,11 @@
-"""One row of x times an int8 weight: bound by reading the weight once."""
+"""One row of floats times an int8 weight: bound by reading the weight once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qsub.kernel_launch import cdiv, launch, next_power_of_2
-from qsub.linear.kernels.quantize import magnitude_bits, reciprocal_of_scale, round_to_int8
+from qsub.kernel_launch import cdiv, launch
 
 
 @triton.jit
@@ -30,24 +29,15 @@ def gemv_kernel(
     K,
     stride_wn,
     BIAS: tl.constexpr,
-    QUANTIZE: tl.constexpr,
     EVEN_K: tl.constexpr,
-    ROW: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BN outputs. With QUANTIZE, every program finds the scale of x itself: x is short and stays in cache."""
+    """BN outputs."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     depth = tl.arange(0, BK)
     factor = tl.load(scale + rows, mask=rows < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
-    if QUANTIZE:
-        largest = tl.zeros((ROW,), dtype=tl.int32)
-        for start in range(0, K, ROW):
-            columns = start + tl.arange(0, ROW)
-            largest = tl.maximum(largest, magnitude_bits(tl.load(x + columns, mask=columns < K, other=0.0)))
-        row_scale = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
-        reciprocal = reciprocal_of_scale(row_scale)
     pw = int_data + tl.where(rows < N, rows, 0).to(tl.int64)[:, None] * stride_wn + depth[None, :]
     acc = tl.zeros((BN, BK), dtype=tl.float32)
     for start in tl.range(0, K, BK, num_stages=STAGES):
@@ -57,18 +47,14 @@ def gemv_kernel(
         else:
             codes = tl.load(pw + start, mask=(start + depth < K)[None, :], other=0)
             value = tl.load(x + start + depth, mask=start + depth < K, other=0.0).to(tl.float32)
-        if QUANTIZE:
-            value = int8_to_float(round_to_int8(value * reciprocal))
         acc += int8_to_float(codes) * value[None, :]
     result = tl.sum(acc, axis=1) * factor
-    if QUANTIZE:
-        result = result * (row_scale * (1.0 / 127.0))
     if BIAS:
         result += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < N)
 
 
-def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quantize: bool) -> Tensor:
+def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Product of one row: (1, K) x (N, K) -> (1, N) in the dtype of x.
 
     Args:
@@ -76,15 +62,13 @@ def gemv(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, quanti
         int_data: (N, K) int8 whose rows are contiguous.
         scale: (N,) row magnitudes of W.
         bias: (N,) any float dtype, or None.
-        quantize: quantize x to int8 first. The sum of products of codes is then formed in fp32, exact up to 2**24.
     """
     n, k = int_data.shape
     # (weight rows, depth, warps) of a program. Many small programs keep the most loads in flight; few outputs need
     # more warps along the depth. Measured on H200 for N from 512 to 128256.
     bn, bk, warps = (4, 512, 1) if n >= 4096 else (4, 512, 2) if n > 1024 else (4, 1024, 4)
     out = torch.empty(1, n, device=x.device, dtype=x.dtype)
-    row = min(next_power_of_2(k), 4096 * warps) if quantize else 1
     arguments = (x, int_data, scale, bias, out, n, k, int_data.stride(0))
-    constants = (bias is not None, quantize, k % bk == 0, row, bn, bk, 4)
+    constants = (bias is not None, k % bk == 0, bn, bk, 4)
     launch(gemv_kernel, (cdiv(n, bn), 1, 1), arguments, constants, warps)
     return out

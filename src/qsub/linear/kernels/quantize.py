@@ -16,7 +16,7 @@ from qsub.linear.kernels.overlap import overlaps, wait_for_inputs
 from qsub.linear.reference import OUTLIER_COLUMNS
 
 _LARGEST_BLOCK = 16384  # columns of a row that one program holds in registers
-_SELECT_BLOCK = 8192
+_SELECT_BLOCK = 16384
 
 
 @triton.jit
@@ -115,12 +115,14 @@ def quantize_rows(x: Tensor, fold: Tensor | None = None, outliers: "Outliers | N
 
 
 @triton.jit(do_not_specialize=["M", "ROWS"])
-def column_magnitude_kernel(x, largest, M, K, stride_xm, ROWS, BM: tl.constexpr, BK: tl.constexpr):
+def column_magnitude_kernel(
+    x, largest, M, K, stride_xm, ROWS, BM: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr
+):
     """Bits of the largest magnitude of each column over ROWS rows, combined across programs by an atomic maximum."""
     columns = tl.program_id(0) * BK + tl.arange(0, BK)
     first = tl.program_id(1) * ROWS
     bits = tl.zeros((BM, BK), dtype=tl.int32)
-    for start in range(first, first + ROWS, BM):
+    for start in tl.range(first, first + ROWS, BM, num_stages=STAGES):
         rows = start + tl.arange(0, BM)
         inside = (rows < M)[:, None] & (columns < K)[None, :]
         value = tl.load(x + rows.to(tl.int64)[:, None] * stride_xm + columns[None, :], mask=inside, other=0.0)
@@ -137,7 +139,7 @@ def select_outliers_kernel(largest, threshold_bits, index, is_outlier, K, LIMIT:
     count = tl.zeros((), dtype=tl.int32)
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        bits = tl.load(largest + columns, mask=columns < K, other=0)
+        bits = tl.load(largest + columns, mask=columns < K, other=-2147483648)
         count += tl.sum((bits > threshold_bits).to(tl.int32), axis=0)
 
     cut = threshold_bits + 0  # keep bits > cut, and the first `ties` columns equal to it
@@ -151,7 +153,7 @@ def select_outliers_kernel(largest, threshold_bits, index, is_outlier, K, LIMIT:
             over = tl.zeros((), dtype=tl.int32)
             for start in range(0, K, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                bits = tl.load(largest + columns, mask=columns < K, other=0)
+                bits = tl.load(largest + columns, mask=columns < K, other=-2147483648)
                 over += tl.sum((bits > middle).to(tl.int32), axis=0)
             if over > LIMIT:
                 low = middle
@@ -165,15 +167,16 @@ def select_outliers_kernel(largest, threshold_bits, index, is_outlier, K, LIMIT:
     tied = tl.zeros((), dtype=tl.int32)
     for start in range(0, K, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        bits = tl.load(largest + columns, mask=columns < K, other=0)
-        equal = ((bits == cut) & (cut > threshold_bits)).to(tl.int32)
-        rank = tied + tl.cumsum(equal, axis=0)
-        keep = (bits > cut) | ((equal > 0) & (rank <= ties))
+        bits = tl.load(largest + columns, mask=columns < K, other=-2147483648)
+        keep = bits > cut
+        if ties > 0:
+            equal = (bits == cut).to(tl.int32)
+            keep = keep | ((equal > 0) & (tied + tl.cumsum(equal, axis=0) <= ties))
+            tied += tl.sum(equal, axis=0)
         position = kept + tl.cumsum(keep.to(tl.int32), axis=0) - 1
         tl.store(index + position, columns, mask=keep)
         tl.store(is_outlier + columns, keep.to(tl.int8), mask=columns < K)
         kept += tl.sum(keep.to(tl.int32), axis=0)
-        tied += tl.sum(equal, axis=0)
     slot = tl.arange(0, LIMIT)
     tl.store(index + slot, tl.full((LIMIT,), -1, dtype=tl.int32), mask=slot >= kept)
 
@@ -211,11 +214,12 @@ class Outliers:
     def __init__(self, x: Tensor, int_data: Tensor, threshold: float):
         (m, k), n = x.shape, int_data.shape[0]
         largest = torch.zeros(k, device=x.device, dtype=torch.int32)
-        columns, rows = (256, 16) if k >= 256 else (next_power_of_2(k), 64)
-        # Enough programs to fill the device, of 4 steps or more each.
-        per_program = max(4 * rows, cdiv(m * cdiv(k, columns), 2048 * rows) * rows)
+        rows, columns, stages = 16, 128, 4
+        # Enough programs of two warps to fill the device. Measured on H200.
+        per_program = cdiv(m * cdiv(k, columns), 512 * rows) * rows
         grid = (cdiv(k, columns), cdiv(m, per_program), 1)
-        launch(column_magnitude_kernel, grid, (x, largest, m, k, x.stride(0), per_program), (rows, columns), warps=4)
+        arguments = (x, largest, m, k, x.stride(0), per_program)
+        launch(column_magnitude_kernel, grid, arguments, (rows, columns, stages), warps=2)
 
         self.index = torch.empty(OUTLIER_COLUMNS, device=x.device, dtype=torch.int32)
         self.mask = torch.empty(k, device=x.device, dtype=torch.int8)
