@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmarks/results/adapter_memory")
     options = parser.parse_args()
     rows = []
+    measure("bf16", False, False)  # cuBLAS takes its workspaces, once a process
     for adapters in (False, True):
         for compiled in (False, True):
             for mode in options.modes:

@@ -117,11 +117,11 @@ def write_results(path: str, rows: list[dict[str, Any]], record: dict[str, Any],
 
     Args:
         path: without suffix; folders are made.
-        rows: one dict each; columns are the union of their keys.
+        rows: one dict each; columns are the union of their keys. A row of an earlier file keeps its own record.
         record: what holds for all rows, beside `environment`.
         device: of the environment. Default: CUDA if there is one.
     """
     pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
     record = {**environment(device or ("cuda" if torch.cuda.is_available() else "cpu")), **record}
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    write_csv(f"{path}.csv", [{**dict.fromkeys(columns, ""), **row, **record} for row in rows])
+    write_csv(f"{path}.csv", [{**dict.fromkeys(columns, ""), **record, **row} for row in rows])

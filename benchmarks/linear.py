@@ -10,6 +10,7 @@ other so that both see the same clocks. `eager_us` is wall time of a call among 
 """
 
 import argparse
+import csv
 import time
 from collections.abc import Callable
 from typing import Any
@@ -260,6 +261,17 @@ def cpu_case(n: int, k: int, m: int) -> list[dict[str, Any]]:
     return rows
 
 
+def replaced(table: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`table` with the rows of `found` in place of earlier ones of the same case, or at its end."""
+
+    def case(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row.get(key, "")) for key in ("pass", "n", "k", "rows", "mode"))
+
+    rows = {case(row): row for row in table}
+    rows.update((case(row), row) for row in found)
+    return list(rows.values())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -268,6 +280,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--peers", action="store_true", help="compare with bitsandbytes and torchao (eager wall time)")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop after this time")
+    parser.add_argument("--keep", action="store_true", help="keep what the output file has of other layers and rows")
     parser.add_argument("--output", default="benchmarks/results/linear")
     options = parser.parse_args()
     start = time.perf_counter()
@@ -280,17 +293,20 @@ def main() -> None:
         return
     ceiling = matmul_ceiling()
     record = {"bf16_ceiling_tflops": round(ceiling), "copy_gb_s": round(harness.copy_rate("cuda"))}
-    table = []
+    target = f"{options.output}-peers" if options.peers else options.output
+    table: list[dict[str, Any]] = []
+    if options.keep:
+        with open(f"{target}.csv", newline="") as file:
+            table = list(csv.DictReader(file))
     for layer in options.layers:
         for n, k in LAYERS[layer]:
             for m in options.rows or (1, 16, 64, 256, 1024, 4096, 16384):
                 if time.perf_counter() - start > options.seconds:
                     continue
                 found = peers(n, k, m) if options.peers else gpu_case(n, k, m, options.modes, ceiling)
-                table += found
                 for row in found:
                     print(layer, harness.one_line(row), flush=True)
-                target = f"{options.output}-peers" if options.peers else options.output
+                table = replaced(table, found)
                 harness.write_results(target, table, record, "cuda")  # each time: a run may be stopped
 
 

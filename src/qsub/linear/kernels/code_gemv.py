@@ -3,13 +3,28 @@
 Without the conversions of `gemv` to floats, there is so little work per weight that only memory counts.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from qsub.kernel_launch import cdiv, launch
-from qsub.linear.kernels.overlap import overlaps, wait_for_inputs
+from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
+
+
+class _Tile(NamedTuple):
+    """Weight rows of a program, codes of each at a time, stages, warps, and cache lines of each row asked for early."""
+
+    bn: int
+    bk: int
+    stages: int
+    warps: int
+    lines: int
+
+
+_TILE = _Tile(4, 1024, 4, 1, 0)
 
 
 @triton.jit
@@ -53,16 +68,20 @@ def code_gemv_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    LINES: tl.constexpr,
     ON_DEVICE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """BN outputs, BK codes of each at a time, as int64 of eight."""
-    wait_for_inputs(OVERLAP)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    first = int_data + tl.where(rows < N, rows, 0).to(tl.int64) * stride_wn
+    if OVERLAP and LINES > 0:
+        line = tl.arange(0, LINES) * LINE
+        prefetch(first[:, None] + tl.where(line < K, line, 0)[None, :])
+    wait_for_inputs(OVERLAP)
     eight = tl.arange(0, BK // 8)
     pa = codes.to(tl.pointer_type(tl.int64)) + eight
-    pb = int_data + tl.where(rows < N, rows, 0).to(tl.int64) * stride_wn
-    pb = pb.to(tl.pointer_type(tl.int64))[:, None] + eight[None, :]
+    pb = first.to(tl.pointer_type(tl.int64))[:, None] + eight[None, :]
     acc = tl.zeros((BN, BK // 8), dtype=tl.int32)
     for start in tl.range(0, K // 8, BK // 8, num_stages=STAGES):
         if EVEN_K:
@@ -100,11 +119,10 @@ def code_gemv(
         dtype: fp32, fp16 or bf16.
     """
     n, k = int_data.shape
-    # Weight rows and codes of each that a program of one warp takes, and stages. Measured on H200.
-    bn, bk, stages = 4, 1024, 4
+    tile = _TILE
     out = torch.empty(1, n, device=codes.device, dtype=dtype)
     overlap = overlaps(codes.device)
     arguments = (codes, int_data, row_scale, scale, bias, out, n, k, int_data.stride(0))
-    constants = (bias is not None, k % bk == 0, bn, bk, stages, codes.device.type == "cuda", overlap)
-    launch(code_gemv_kernel, (cdiv(n, bn), 1, 1), arguments, constants, warps=1, launch_pdl=overlap)
+    constants = (bias is not None, k % tile.bk == 0, tile.bn, tile.bk, tile.stages, tile.lines, codes.is_cuda, overlap)
+    launch(code_gemv_kernel, (cdiv(n, tile.bn), 1, 1), arguments, constants, tile.warps, launch_pdl=overlap)
     return out
