@@ -235,7 +235,12 @@ TABLES = {
     "linear-layers-int8": _layers("int8"),
     "linear-peers": Table(
         "linear-peers.csv",
-        {"mode": "4096 x 4096, one row", "eager_us": "microseconds, eager", "ratio": "against bf16", "error": ""},
+        {
+            "mode": "4096 x 4096, microseconds / against bf16",
+            **{number: f"{number} rows" for number in ("1", "16", "64", "256", "1024", "4096")},
+        },
+        lambda row: (row["n"], row["k"]) == ("4096", "4096"),
+        pivot("mode", "rows", eager_us=".0f", ratio=".1f"),
     ),
     "linear-cpu": Table(
         "linear-cpu.csv",

@@ -69,6 +69,7 @@ FORWARD = [
     (1, 4096, 512, torch.bfloat16, {}, ["gemv_kernel"]),
     (1, 64, 100, torch.float32, {"int8_activations": True}, ["quantize_rows_kernel", "pointer_kernel"]),
     (1, 4096, 1000, torch.bfloat16, {"int8_activations": True}, ["quantize_rows_kernel", "code_gemv_kernel"]),
+    (1, 8192, 2048, torch.float16, {"int8_activations": True}, ["quantize_rows_kernel", "code_gemv_kernel"]),
     (5, 8192, 512, torch.bfloat16, {}, ["wide_kernel"]),
     (5, 100, 130, torch.float16, {}, ["deep_kernel"]),
     (60, 2048, 512, torch.bfloat16, {}, ["quantize_digits_kernel", "digit_gemm_kernel", "sum_partials_kernel"]),
