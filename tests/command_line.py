@@ -28,7 +28,8 @@ def start(*arguments, **options):
     """The command line in a process of its own."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pathlib.Path(package.__file__).parents[1])}
     command = [sys.executable, "-m", "qsub", *map(str, arguments)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen(command, env=env, **options)
 
 
 def state():

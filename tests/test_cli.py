@@ -56,9 +56,34 @@ def test_a_folder_is_copied_with_what_is_not_weights(tmp_path, capsys):
     write_shards(tmp_path / "in")
     for name in ("tokenizer.json", "pytorch_model.bin", "sub/settings.json", "sub/model.onnx"):
         (tmp_path / "in" / name).write_text("{}")
-    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")[0] == 0
+    (tmp_path / "in" / "sub" / "back").symlink_to(tmp_path / "in")
+    code, out, _ = qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")
+    assert code == 0 and out.endswith("left out, as weights in other forms: pytorch_model.bin, sub/model.onnx\n")
     assert left(tmp_path / "out") == [*FILES, "model.safetensors.index.json", "sub", "tokenizer.json"]
     assert left(tmp_path / "out" / "sub") == ["settings.json"]
+
+
+def test_modules_of_sentence_transformers_are_copied_whole(tmp_path, capsys):
+    """Their folders hold weights of their own, not those of the model in another form."""
+    (tmp_path / "in" / "2_Dense").mkdir(parents=True)
+    write_shards(tmp_path / "in")
+    (tmp_path / "in" / "modules.json").write_text(json.dumps([{"path": "", "idx": 0}, {"path": "2_Dense", "idx": 1}]))
+    safetensors.torch.save_file(state(), tmp_path / "in" / "2_Dense" / "model.safetensors")
+    code, out, _ = qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")
+    assert code == 0 and "left out" not in out
+    copied, original = (tmp_path / name / "2_Dense" / "model.safetensors" for name in ("out", "in"))
+    assert copied.read_bytes() == original.read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_to_is_read(tmp_path, capsys):
+    """As those of a download cache: config.json is written anew, and no copy of it, which would be as protected."""
+    (tmp_path / "in").mkdir()
+    write_shards(tmp_path / "in")
+    config = tmp_path / "in" / "config.json"
+    config.write_text("{}")
+    config.chmod(0o444)
+    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")[0] == 0
+    assert (tmp_path / "out" / "config.json").stat().st_mode & 0o200
 
 
 @pytest.mark.parametrize(

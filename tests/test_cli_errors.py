@@ -1,5 +1,8 @@
 """The command line when things go wrong: one line, the documented exit code, and no DST."""
 
+import contextlib
+import errno
+import io
 import json
 import os
 import resource
@@ -14,6 +17,7 @@ from command_line import FILES, left, qsub, start, state, write_file, write_shar
 from torch import nn
 
 import qsub as package
+from qsub.cli import commands
 from qsub.streaming import target
 
 
@@ -131,7 +135,8 @@ def of_bitsandbytes(folder):
 def test_sources(tmp_path, capsys, make, code, text):
     source = make(tmp_path)
     before = left(tmp_path)
-    fails(capsys, code, text, "quantize", source, tmp_path.parent / f"{tmp_path.name}-out")
+    suffix = ".safetensors" if source.suffix == ".safetensors" else ""
+    fails(capsys, code, text, "quantize", source, tmp_path.parent / f"{tmp_path.name}-out{suffix}")
     assert left(tmp_path) == before
     assert not [name for name in left(tmp_path.parent) if name.startswith(f"{tmp_path.name}-out")]
 
@@ -140,10 +145,14 @@ def test_destinations(tmp_path, capsys):
     source = write_file(tmp_path)
     for command in ("quantize", "dequantize", "convert --to bitsandbytes"):
         fails(capsys, 5, "x.safetensors exists: remove it", *command.split(), source, source)
-        fails(capsys, 5, "no such folder to write y into", *command.split(), source, tmp_path / "nowhere" / "y")
+        nowhere = tmp_path / "nowhere" / "y.safetensors"
+        fails(capsys, 5, "no such folder to write y.safetensors into", *command.split(), source, nowhere)
+        fails(capsys, 2, "a name that ends in .safetensors", *command.split(), source, tmp_path / "y.pt")
     (tmp_path / "in").mkdir()
-    write_shards(tmp_path / "in")
+    index = write_shards(tmp_path / "in")
     fails(capsys, 2, "is inside SRC", "quantize", tmp_path / "in", tmp_path / "in" / "out")
+    for several in (tmp_path / "in", index):
+        fails(capsys, 2, "a name without .safetensors", "quantize", several, tmp_path / "out.safetensors")
     assert left(tmp_path) == ["in", "x.safetensors"]
 
 
@@ -165,14 +174,31 @@ def test_usage(capsys, arguments, text):
 
 def test_a_pattern_that_fits_nothing(tmp_path, capsys):
     source = write_file(tmp_path)
-    fails(capsys, 2, "'*.k_proj' fits no tensor", "quantize", source, tmp_path / "y", "--skip", "*.k_proj")
+    fails(capsys, 2, "'*.k_proj' fits no tensor", "quantize", source, tmp_path / "y.safetensors", "--skip", "*.k_proj")
 
 
 def test_nothing_to_dequantize_or_convert(tmp_path, capsys):
-    source = write_file(tmp_path)
-    fails(capsys, 4, "no quantized tensor", "dequantize", source, tmp_path / "y")
-    fails(capsys, 4, "no 8-bit layers of bitsandbytes", "convert", "--from", "bitsandbytes", source, tmp_path / "y")
-    fails(capsys, 4, "no int8 weights to convert", "convert", "--to", "bitsandbytes", source, tmp_path / "y")
+    source, y = write_file(tmp_path), tmp_path / "y.safetensors"
+    fails(capsys, 4, "no quantized tensor", "dequantize", source, y)
+    fails(capsys, 4, "no 8-bit layers of bitsandbytes", "convert", "--from", "bitsandbytes", source, y)
+    fails(capsys, 4, "no int8 weights to convert", "convert", "--to", "bitsandbytes", source, y)
+
+
+def test_int8_weights_of_other_modes(tmp_path, capsys):
+    """An option is never accepted and then ignored; a file holds modes for each weight, a folder one for all."""
+    x, y, z = write_file(tmp_path), tmp_path / "y.safetensors", tmp_path / "z.safetensors"
+    assert qsub(capsys, "quantize", x, y, "--only", "*.q")[0] == 0
+    text = "has int8 weights, which keep their activations and threshold"
+    fails(capsys, 2, text, "quantize", y, z, "--only", "*.q", "--activations", "int8")
+    assert qsub(capsys, "quantize", y, z, "--only", "*.up", "--activations", "int8")[0] == 0
+    modes = {
+        name: w.activations for name, w in package.load_file(z).items() if isinstance(w, package.Int8RowwiseTensor)
+    }
+    assert modes == {"layers.0.q.weight": None, "layers.0.up.weight": "int8"}
+    (tmp_path / "in").mkdir()
+    y.rename(tmp_path / "in" / "model.safetensors")
+    fails(capsys, 2, text, "quantize", tmp_path / "in", tmp_path / "out", "--only", "*.up", "--activations", "int8")
+    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "out")[0] == 0
 
 
 def test_inspect_refuses_another_model(tmp_path, capsys):
@@ -182,13 +208,42 @@ def test_inspect_refuses_another_model(tmp_path, capsys):
     fails(capsys, 4, "'a.weight' must be a float", "inspect", tmp_path / "y.safetensors", "--original", original)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="paths")
+def test_what_cannot_be_read(capsys):
+    fails(capsys, 4, "/dev/null: neither a file nor a folder", "inspect", "/dev/null")
+    fails(capsys, 3, "File name too long", "inspect", "a" * 1000)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="permissions, which root does not need")
+def test_permissions(tmp_path, capsys):
+    path = write_file(tmp_path)
+    path.chmod(0)
+    fails(capsys, 3, "x.safetensors: Permission denied", "inspect", path)
+    path.chmod(0o400)
+    (tmp_path / "closed").mkdir(mode=0)
+    fails(capsys, 3, "closed: Permission denied", "inspect", tmp_path / "closed")
+    fails(capsys, 5, "y.safetensors: Permission denied", "quantize", path, tmp_path / "closed" / "y.safetensors")
+
+
+def test_a_disk_that_fails_is_named(tmp_path, capsys, monkeypatch):
+    class Broken(io.BytesIO):
+        def readinto(self, _):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path = write_file(tmp_path)
+    monkeypatch.setattr("qsub.streaming.source.open", lambda *_: Broken(path.read_bytes()), raising=False)
+    fails(capsys, 3, "x.safetensors: Input/output error", "quantize", path, tmp_path / "y.safetensors")
+    assert left(tmp_path) == ["x.safetensors"]
+
+
 def test_a_full_disk(tmp_path, capsys, monkeypatch):
     def full(file, data):
         raise OSError(28, os.strerror(28))
 
     source = write_file(tmp_path)
     monkeypatch.setattr(target, "write_all", full)
-    fails(capsys, 5, "No space left on device; DST was not written", "quantize", source, tmp_path / "y.safetensors")
+    text = "y.safetensors: No space left on device; it was not written"
+    fails(capsys, 5, text, "quantize", source, tmp_path / "y.safetensors")
     assert left(tmp_path) == ["x.safetensors"]
 
 
@@ -201,8 +256,48 @@ def test_the_system_refuses_to_write_in_the_middle(tmp_path):
 
     process = start("quantize", source, tmp_path / "y.safetensors", preexec_fn=limit)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (5, "") and err == "qsub: DST: File too large\n"
+    assert (process.returncode, out) == (5, "") and err == f"qsub: {tmp_path / 'y.safetensors'}: File too large\n"
     assert left(tmp_path) == ["x.safetensors"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+def test_stdout_that_is_full(tmp_path):
+    """The result is there by then; a message that it isn't would be false."""
+    source = write_file(tmp_path)
+    with open("/dev/full", "w") as full:
+        for arguments in (["inspect", source], ["quantize", source, tmp_path / "y.safetensors"]):
+            process = start(*arguments, stdout=full)
+            assert process.communicate(timeout=60)[1] == "qsub: stdout: No space left on device\n"
+            assert process.returncode == 1
+    assert left(tmp_path) == ["x.safetensors", "y.safetensors"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file descriptors")
+def test_closed_streams(tmp_path):
+    source = write_file(tmp_path)
+    for number in (0, 1, 2):
+        process = start("quantize", source, tmp_path / f"{number}.safetensors", preexec_fn=lambda n=number: os.close(n))
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, err) == (0, "") and out.count("\n") == (number != 1)
+    assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "0.safetensors").read_bytes()
+    assert (tmp_path / "2.safetensors").read_bytes() == (tmp_path / "0.safetensors").read_bytes()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_that_was_swallowed_stops_it_all_the_same(tmp_path, capsys, monkeypatch, number, code):
+    """Python drops what is raised in the callback of a weak reference, of which imports have many."""
+
+    def swallow(*arguments):
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), number)
+        return select(*arguments)
+
+    select = commands.select
+    monkeypatch.setattr(commands, "select", swallow)
+    before = signal.getsignal(number)
+    fails(capsys, code, "nothing was written", "quantize", write_file(tmp_path), tmp_path / "y.safetensors")
+    assert left(tmp_path) == ["x.safetensors"] and signal.getsignal(number) is before
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")

@@ -247,6 +247,41 @@ def test_from_bitsandbytes_and_back(tmp_path, capsys):
     }
 
 
+@pytest.mark.parametrize(
+    ("tied", "skip", "floats"),
+    [
+        (True, [], ["lm_head"]),
+        (True, ["--skip", "*.0.mlp.*"], ["lm_head", *MLP]),
+        (False, [], []),
+        (False, ["--skip", "lm_head"], ["lm_head"]),
+    ],
+)
+def test_bitsandbytes_is_told_which_layers_are_float(tmp_path, capsys, tied, skip, floats):
+    """Tied heads too, which they would make 8-bit, and none that has codes, which they would take for floats."""
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "in")
+    assert qsub(capsys, "quantize", tmp_path / "in", tmp_path / "int8", *skip)[0] == 0
+    assert qsub(capsys, "convert", "--to", "bitsandbytes", tmp_path / "int8", tmp_path / "bnb")[0] == 0
+    config = json.loads((tmp_path / "bnb" / "config.json").read_text())["quantization_config"]
+    assert config["llm_int8_skip_modules"] == floats
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bnb", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        theirs, expected = model(tokens).logits.float(), ours(tokens).logits
+    # Theirs quantize their inputs, too, with 40 dB at each product. Layers that are taken for others leave no signal.
+    assert 20 * torch.log10(expected.norm() / (theirs - expected).norm()) > 30
+
+
+def test_int8_embeddings_are_none_of_bitsandbytes(tmp_path, capsys):
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "in")
+    config = package.QsubConfig(embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in", quantization_config=config)
+    model.save_pretrained(tmp_path / "int8")
+    code, _, err = qsub(capsys, "convert", "--to", "bitsandbytes", tmp_path / "int8", tmp_path / "bnb")
+    assert code == 4 and "its embeddings are int8, which bitsandbytes doesn't have" in err
+
+
 def test_a_folder_written_for_bitsandbytes_multiplies_alike(tmp_path, capsys):
     from qsub.interop.transformers import from_bitsandbytes
 
@@ -282,7 +317,8 @@ def test_damaged_layers_of_bitsandbytes(tmp_path, capsys, change, text):
     state = dict(their_folder(tmp_path / "bnb"))
     change(state)
     package.save_file(state, tmp_path / "x.safetensors")
-    code, out, err = qsub(capsys, "convert", "--from", "bitsandbytes", tmp_path / "x.safetensors", tmp_path / "y")
+    source, target = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    code, out, err = qsub(capsys, "convert", "--from", "bitsandbytes", source, target)
     assert (code, out) == (4, "") and text in err and err.count("\n") == 1
     assert left(tmp_path) == ["bnb", "x.safetensors"]
 

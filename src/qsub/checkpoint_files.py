@@ -24,10 +24,11 @@ def locate(path: Path) -> tuple[str, Path]:
 
     Raises:
         FileNotFoundError: there is no such path, or the folder has no safetensors.
-        ValueError: the folder has several models, or the file is of another format.
+        ValueError: the folder has several models, or the file is of another format, or a pipe or device.
     """
     if path.is_dir():
-        found = sorted(path.glob("*" + INDEX)) or sorted(path.glob("*.safetensors"))
+        files = sorted(path.iterdir())  # glob would find nothing in a folder that can't be read
+        found = [p for p in files if p.name.endswith(INDEX)] or [p for p in files if p.suffix == ".safetensors"]
         main = [p for p in found if p.name in ("model" + INDEX, "model.safetensors")] or found
         if not main:
             raise FileNotFoundError(
@@ -36,8 +37,10 @@ def locate(path: Path) -> tuple[str, Path]:
         if len(main) > 1:
             raise ValueError(f"{path}: several models ({', '.join(p.name for p in main)}): name one of the files")
         return "folder", main[0]
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
+    if not path.is_file():
+        raise ValueError(f"{path}: neither a file nor a folder; a pipe can't be read, as tensors are read in any order")
     if path.name.endswith(".json") and not path.name.endswith(INDEX):
         raise ValueError(f"{path}: expected a folder, a .safetensors file or a *{INDEX}")
     return ("index" if path.name.endswith(INDEX) else "file"), path

@@ -232,6 +232,8 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
 
 def open_file(path: Path, safetensors: Any, device: str | torch.device = "cpu") -> Any:
     """An open file of safetensors, whose header has been checked; ValueError that names it if it isn't whole."""
+    with open(path, "rb"):  # safetensors calls any file that it can't open missing; this says why
+        pass
     try:
         return safetensors.safe_open(path, framework="pt", device=str(device))
     except safetensors.SafetensorError as error:

@@ -2,9 +2,7 @@
 
 import errno
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,30 +11,29 @@ import click
 
 from qsub import __version__
 from qsub.cli import commands
+from qsub.cli.stopping import Stopping, Terminated
 from qsub.streaming.select import PatternError
+from qsub.streaming.target import NotWritten
 
-SUCCESS, USAGE, MISSING, BAD_INPUT, NOT_WRITTEN = 0, 2, 3, 4, 5
+SUCCESS, FAILED, USAGE, MISSING, BAD_INPUT, NOT_WRITTEN = 0, 1, 2, 3, 4, 5
 INTERRUPTED, TERMINATED, BROKEN_PIPE = 130, 143, 141  # 128 and the number of the signal
 
 EPILOG = """\b
 Exit codes:
   0    done
-  1    a package is missing, or qsub itself failed
+  1    a package is missing, stdout can't be written, or qsub itself failed
   2    wrong arguments
-  3    SRC, or a file that belongs to it, is missing
+  3    SRC, or a file that belongs to it, is missing or can't be read
   4    SRC is damaged, or holds nothing that the command can convert
   5    DST exists or can't be written (disk full, no permission)
   130  interrupted by Ctrl-C; 143 by SIGTERM
 
-On any failure there is no DST."""
+On any failure to convert there is no DST."""
 
-_SOURCE = click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
-_TARGET = click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+_PATH: Any = click.Path(readable=False, path_type=Path)  # what can't be read is told by its exit code
+_SOURCE = click.argument("source", metavar="SRC", type=_PATH)
+_TARGET = click.argument("target", metavar="DST", type=_PATH)
 _PATTERNS: dict[str, Any] = {"multiple": True, "metavar": "PATTERN"}
-
-
-class Terminated(BaseException):
-    """SIGTERM, raised where the program is, so that what was half written is removed."""
 
 
 @click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -76,8 +73,8 @@ def dequantize(source: Path, target: Path) -> None:
 
 
 @qsub.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--original", type=click.Path(path_type=Path), help="The float model: adds each layer's SQNR in dB.")
+@click.argument("file", type=_PATH)
+@click.option("--original", type=_PATH, help="The float model: adds each layer's SQNR in dB.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(file: Path, original: Path | None, as_json: bool) -> None:
     """List the tensors of FILE (or a folder or index): code, shape and bytes."""
@@ -107,12 +104,13 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code, see EPILOG.
     """
-    main_thread = threading.current_thread() is threading.main_thread()
-    previous = signal.signal(signal.SIGTERM, _terminate) if main_thread else None
+    _open_standard_streams()
     try:
-        with qsub.make_context("qsub", list(arguments)) as context:  # click's own main has other texts and codes
-            qsub.invoke(context)
-        sys.stdout.flush()
+        with Stopping() as stopping:
+            # click's own main has other texts and codes
+            with qsub.make_context("qsub", list(arguments), obj=stopping) as context:
+                qsub.invoke(context)
+            sys.stdout.flush()
         return SUCCESS
     except click.exceptions.Exit as done:  # of --help and --version
         return done.exit_code
@@ -128,30 +126,38 @@ def run(arguments: Sequence[str]) -> int:
     except Terminated:
         return _failed(TERMINATED, "terminated; nothing was written")
     except BrokenPipeError:  # qsub inspect ... | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return BROKEN_PIPE
-    except FileExistsError as error:
-        return _failed(NOT_WRITTEN, _describe(error))
-    except FileNotFoundError as error:
-        return _failed(MISSING, _describe(error))
+    except NotWritten as error:
+        full = "; it was not written, free some space" if error.errno == errno.ENOSPC else ""
+        return _failed(NOT_WRITTEN, _describe(error) + full)
     except OSError as error:
-        return _failed(NOT_WRITTEN, _describe(error))
+        if error.errno is not None and error.filename is None:  # files have names: it is that of a print
+            _drop_stdout()
+            return _failed(FAILED, f"stdout: {error.strerror}")
+        return _failed(MISSING, _describe(error))
     except (ValueError, ImportError) as error:
-        return _failed(BAD_INPUT if isinstance(error, ValueError) else 1, str(error))
-    finally:
-        if main_thread:
-            signal.signal(signal.SIGTERM, previous)
+        return _failed(BAD_INPUT if isinstance(error, ValueError) else FAILED, str(error))
 
 
-def _terminate(*_: Any) -> None:
-    raise Terminated
+def _open_standard_streams() -> None:
+    """Closed ones lead nowhere: else files that are opened would take their numbers, and what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _drop_stdout() -> None:
+    """What is still to be printed goes nowhere: Python prints it when it exits, and would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _describe(error: OSError) -> str:
-    if error.errno is None:
-        return str(error)
-    full = "; DST was not written, free some space" if error.errno == errno.ENOSPC else ""
-    return f"{error.filename or 'DST'}: {error.strerror}{full}"
+    return str(error) if error.errno is None else f"{error.filename}: {error.strerror}"
 
 
 def _failed(code: int, text: str) -> int:

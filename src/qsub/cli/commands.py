@@ -9,6 +9,8 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from qsub.checkpoint_files import INDEX
+from qsub.cli.stopping import Stopping
 from qsub.streaming import inspection, jobs
 from qsub.streaming.select import Selection, select
 from qsub.streaming.source import Source, open_source
@@ -20,10 +22,16 @@ _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @contextmanager
 def _bar(source: Source, text: str) -> Iterator[Callable[[int], Any]]:
-    """A bar of the bytes read, on stderr if that is a terminal."""
+    """A bar of the bytes read, on stderr if that is a terminal; each update stops where a signal says so."""
+    stopping = click.get_current_context().find_object(Stopping) or Stopping()
     total = sum(entry.nbytes for entry in source.entries.values())
     with tqdm(total=total, desc=text, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
-        yield bar.update
+
+        def update(nbytes: int) -> None:
+            stopping.check()
+            bar.update(nbytes)
+
+        yield update
 
 
 def _mib(nbytes: int) -> str:
@@ -33,9 +41,18 @@ def _mib(nbytes: int) -> str:
 def _done(source: Source, target: Path, text: str, after: int) -> None:
     before = sum(entry.nbytes for entry in source.entries.values())
     click.echo(f"{target}: {text}, {_mib(before)} -> {_mib(after)}")
+    left_out = jobs.beside(source)[1]
+    if left_out:
+        click.echo(f"left out, as weights in other forms: {', '.join(map(str, left_out))}")
 
 
 def _check_target(path: Path, target: Path) -> None:
+    """UsageError if the name of `target` is that of another kind, or if it is inside of `path`; `check_free`."""
+    named = target.suffix == ".safetensors"
+    if named and (path.is_dir() or path.name.endswith(INDEX)):
+        raise click.UsageError(f"DST {target} becomes a folder: choose a name without .safetensors")
+    if not named and path.is_file() and not path.name.endswith(INDEX):
+        raise click.UsageError(f"DST {target} becomes a file as SRC is: choose a name that ends in .safetensors")
     check_free(target)
     if path.is_dir() and target.resolve().is_relative_to(path.resolve()):
         raise click.UsageError(f"DST {target} is inside SRC {path}: choose a place outside of it")
@@ -61,6 +78,10 @@ def quantize(
     source = open_source(path)
     selection = select(source, only, skip)
     chosen = len(source.plain()) - len(selection.reasons)
+    weights = [fields for fields in source.quantized.values() if fields["class"] == "Int8RowwiseTensor"]
+    others = any({key: fields.get(key) for key in modes} != modes for fields in weights)
+    if others and (source.kind == "folder" if chosen else activations):  # a config.json holds one set of modes
+        raise click.UsageError(f"{path} has int8 weights, which keep their activations and threshold: pass the same")
     if dry_run:
         _list(source, selection)
         return

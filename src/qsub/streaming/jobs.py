@@ -1,6 +1,7 @@
 """Whole checkpoints: quantize, dequantize, and exchange with bitsandbytes."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from qsub.checkpoint_files import INDEX, read_json
 from qsub.serialization import HEADER, VERSION
 from qsub.streaming import steps
-from qsub.streaming.select import Selection
+from qsub.streaming.select import Selection, float_linears
 from qsub.streaming.source import DTYPES, FLOATS, Entry, Source
 from qsub.streaming.target import Step, appearing, write_file
 
@@ -77,20 +78,43 @@ class _Plan:
             index["metadata"] = {**index.get("metadata", {}), "total_size": sum(o.nbytes for o, _ in outputs)}
             index["weight_map"] = {o.name: name for o, name in sorted(outputs, key=lambda pair: pair[0].name)}
             (part / source.index.name).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        if source.kind != "folder":
-            return
-        for path in sorted(source.path.iterdir()):
-            if path.is_dir() and not path.name.startswith("."):
-                shutil.copytree(path, part / path.name, ignore=_of_weights)
-            elif path.is_file() and not _of_weights("", [path.name]):
-                shutil.copy(path, part / path.name)
+        for name in beside(source)[0]:
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            if config is None or name != Path("config.json"):
+                shutil.copy(source.path / name, part / name)
         if config is not None:
             (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _of_weights(_: str, names: list[str]) -> list[str]:
-    """Files that hold the float weights in another form."""
-    return [name for name in names if name.endswith(_WEIGHTS)]
+def beside(source: Source) -> tuple[list[Path], list[Path]]:
+    """Files of a folder beside the checkpoint, as paths within it: those to copy, and those to leave out.
+
+    Left out are weights in other forms, such as pytorch_model.bin or onnx/model.onnx. Folders that a modules.json names
+    hold modules of their own (sentence-transformers), and are copied whole.
+    """
+    copied: list[Path] = []
+    left_out: list[Path] = []
+    if source.kind != "folder":
+        return copied, left_out
+    index = source.path / "modules.json"
+    listed = read_json(index) if index.is_file() else []
+    modules = {Path(entry["path"]) for entry in listed if isinstance(entry, dict) and entry.get("path")}
+    own = {file.name for file in source.files} | ({source.index.name} if source.index else set())
+    for root, folders, names in os.walk(source.path, followlinks=True):
+        here = Path(root)
+        folders[:] = [name for name in folders if not name.startswith(".") and not _is_above(here / name, here)]
+        inside = here.relative_to(source.path)
+        whole = any(inside.is_relative_to(module) for module in modules)
+        for name in names:
+            if not (here / name).is_file() or (here == source.path and name in own):
+                continue
+            (left_out if name.endswith(_WEIGHTS) and not whole else copied).append(inside / name)
+    return sorted(copied), sorted(left_out)
+
+
+def _is_above(folder: Path, here: Path) -> bool:
+    """Whether a folder is a link back to where one comes from."""
+    return here.resolve().is_relative_to(folder.resolve())
 
 
 def quantization_config(modes: dict[str, Any], floats: list[str]) -> Config:
@@ -126,7 +150,7 @@ def quantize(source: Source, target: Path, selection: Selection, modes: dict[str
 
     Raises:
         ValueError: nothing is selected, or a weight can't be quantized: it is named.
-        FileExistsError: there is something at `target`.
+        NotWritten: there is something at `target`, or the system refuses to write it.
     """
     if any(name.endswith(".SCB") or name == "SCB" for name in source.entries):
         raise ValueError(f"{source.path}: a checkpoint of bitsandbytes; use: qsub convert --from bitsandbytes")
@@ -179,7 +203,7 @@ def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress:
 
     Raises:
         ValueError: it has no 8-bit layers, or damaged ones.
-        FileExistsError: there is something at `target`.
+        NotWritten: as `quantize`.
     """
     layers = {n.removesuffix("SCB") for n in source.entries if n == "SCB" or n.endswith(".SCB")}
     if not layers:
@@ -246,10 +270,19 @@ def to_bitsandbytes(source: Source, target: Path, progress: Progress) -> int:
     config = source.config()
     if config is not None:
         ours = config.get("quantization_config") or {}
+        if ours.get("embeddings"):
+            raise ValueError(
+                f"{source.path}: its embeddings are int8, which bitsandbytes doesn't have; dequantize it, and quantize "
+                "the result, which leaves them in float"
+            )
+        floats = float_linears(source)
+        if floats is None:  # a guess: the head is tied unless it is int8
+            head = any(name.endswith("lm_head.weight") for name in source.quantized)
+            floats = ours.get("skip") or ([] if head else ["lm_head"])
         config["quantization_config"] = {
             "quant_method": "bitsandbytes",
             "load_in_8bit": True,
             "llm_int8_threshold": ours.get("outlier_threshold") or 0.0,
-            "llm_int8_skip_modules": ours.get("skip") or ["lm_head"],
+            "llm_int8_skip_modules": floats,
         }
     return plan.write(target, config, progress)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from qsub.quantize import linear_weights
 from qsub.streaming.source import FLOATS, Entry, Source
@@ -115,23 +116,44 @@ def _tied(name: str, plain: dict[str, Entry]) -> str:
 
 def _linear_names(source: Source) -> tuple[dict[str, str] | None, str]:
     """Stored names of the weights that quantize_ would take, to their names in the model; None where names decide."""
+    model, rule = _model(source)
+    if model is None:
+        return None, rule
+    stored: dict[str, str] = {}
+    for name in linear_weights(model):
+        for key in _stored_names(model, name):
+            if key in source.entries:
+                stored[key] = name
+                break
+    return stored, rule
+
+
+def float_linears(source: Source) -> list[str] | None:
+    """The nn.Linear modules of the model that its checkpoint has in float, tied heads too; None without a model."""
+    model, _ = _model(source)
+    if model is None:
+        return None
+    int8 = {*source.quantized, *(name for name, other in source.shared.items() if other in source.quantized)}
+    linears = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return sorted(name for name in linears if int8.isdisjoint(_stored_names(model, f"{name}.weight")))
+
+
+def _stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
+    """A checkpoint of the base model has names without its prefix, and one of a model with a head has them with it."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
+
+
+def _model(source: Source) -> tuple[nn.Module | None, str]:
+    """The model of config.json, and the rule that tensors are chosen by, in words."""
     config = source.config()
     if not config or not config.get("architectures"):
         return None, "names and shapes"
     architecture = str(config["architectures"][0])
     try:
-        model = _on_meta(source.path, architecture)
+        return _on_meta(source.path, architecture), f"the nn.Linear modules of {architecture}"
     except Exception as error:  # whatever a model's own code raises; the reason is shown
         return None, f"names and shapes, as {architecture} can't be built ({_first_line(error)})"
-    stored: dict[str, str] = {}
-    prefix = getattr(model, "base_model_prefix", "")
-    for name in linear_weights(model):
-        # A checkpoint of the base model has names without its prefix, and one of a model with a head has them with it.
-        for key in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
-            if key in source.entries:
-                stored[key] = name
-                break
-    return stored, f"the nn.Linear modules of {architecture}"
 
 
 def _on_meta(folder: Path, architecture: str) -> Any:

@@ -89,8 +89,12 @@ class Entry:
         buffer = bytearray(nbytes)
         with open(self.file, "rb") as file:
             file.seek(start)
-            if file.readinto(buffer) != nbytes:
-                raise ValueError(f"{self.file}: {self.name!r} ends early: the file changed while it was read")
+            try:
+                read = file.readinto(buffer)
+            except OSError as error:  # of a bad disk or a network; open names its file, this doesn't
+                raise OSError(error.errno, error.strerror, str(self.file)) from error
+        if read != nbytes:
+            raise ValueError(f"{self.file}: {self.name!r} ends early: the file changed while it was read")
         return buffer
 
 

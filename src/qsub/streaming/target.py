@@ -46,12 +46,16 @@ class Step:
     nbytes: int
 
 
+class NotWritten(OSError):
+    """The target exists, has no folder to be in, or the system refuses to write it."""
+
+
 def check_free(path: Path) -> None:
-    """FileExistsError if there is something at `path`, NotADirectoryError if there is no folder to put it in."""
+    """NotWritten if there is something at `path`, or no folder to put it in."""
     if os.path.lexists(path):
-        raise FileExistsError(f"{path} exists: remove it, or choose another name")
+        raise NotWritten(f"{path} exists: remove it, or choose another name")
     if not path.absolute().parent.is_dir():
-        raise NotADirectoryError(f"{path.absolute().parent}: no such folder to write {path.name} into")
+        raise NotWritten(f"{path.absolute().parent}: no such folder to write {path.name} into")
 
 
 @contextlib.contextmanager
@@ -59,7 +63,7 @@ def appearing(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to, which becomes `path` at the end of the block, or is removed if that fails.
 
     Raises:
-        FileExistsError, NotADirectoryError: as `check_free`, before the block and at its end.
+        NotWritten: as `check_free`, before the block and at its end; or the system refused to write, within it.
     """
     check_free(path)
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
@@ -67,9 +71,20 @@ def appearing(path: Path) -> Iterator[Path]:
         yield part
         check_free(path)
         os.rename(part, path)
-    except BaseException:
-        shutil.rmtree(part) if part.is_dir() else part.unlink(missing_ok=True)
+    except BaseException as error:
+        if os.path.isdir(part):
+            shutil.rmtree(part)
+        elif os.path.lexists(part):
+            part.unlink()
+        if isinstance(error, OSError) and _names(error, part):
+            raise NotWritten(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _names(error: OSError, part: Path) -> bool:
+    """Whether an error is that of writing to `part`: writes to an open file, which have no name, or a name in it."""
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    return error.errno is not None and (not names or any(name.startswith(str(part)) for name in names))
 
 
 def write_file(path: Path, steps: list[Step], metadata: dict[str, str], progress: Callable[[int], Any]) -> None:
