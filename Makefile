@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the targets make and keep up to date. Needed: Python >= 3.10, make, a C++ compiler.
+# Everything runs in .venv, which the targets make and keep up to date. Needed: Python >= 3.10 and its headers, make, a C++ compiler.
 
 PYTHON ?= python3
 VENV := .venv

@@ -6,6 +6,9 @@ from step to step come in tensors, so none of them recompiles.
 """
 
 import functools
+import os
+import sys
+import sysconfig
 import types
 import warnings
 from collections.abc import Callable
@@ -31,14 +34,19 @@ def cpp_compiler_error() -> str | None:
         get_cpp_compiler()
     except Exception as error:  # torch raises its own class, and OSError where the command can't start
         return f"{type(error).__name__}: {error}"
+    if sys.platform == "linux":  # where distributions package the headers apart from Python
+        folders = [sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")]
+        if not any(os.path.isfile(os.path.join(folder, "Python.h")) for folder in folders):
+            return f"Python.h is missing from {folders[0]}"
     return None
 
 
 @functools.cache
 def _warn_eager(reason: str) -> None:
     warnings.warn(
-        "qsub.optim: no working C++ compiler was found, so the step runs in eager mode, much slower. "
-        "Install g++ (or set CXX), or pass backend='eager' to silence this. " + reason.splitlines()[0],
+        "qsub.optim: torch.compile can't build the step, which runs in eager mode, much slower. Install a C++ compiler "
+        "(g++, or set CXX) and Python's headers (python3-dev), or pass backend='eager' to silence this. "
+        + reason.splitlines()[0],
         stacklevel=4,
     )
 
