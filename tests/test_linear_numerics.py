@@ -230,3 +230,24 @@ def test_tolerances_of_bitsandbytes(device):
     assert (error > 0.02 + 1e-5).double().mean() <= 0.25  # against the float weight, its own rounding included
     exact = (result.double() - llm_int8(x, codes, scale, 6.0)).abs()
     assert (exact > 0.02).double().mean() <= 2.5e-4 and exact.max() < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("outliers", [1, 400])
+@pytest.mark.parametrize("magnitude", [1e2, 1e4, 1e6, 1e9, 1e14, 1e30])
+def test_few_rows_with_large_inputs_that_the_weight_ignores(dtype, outliers, magnitude):
+    """Digits of a whole row must leave enough of its small elements: they may be all that the result consists of."""
+    if magnitude > torch.finfo(dtype).max:
+        pytest.skip("out of range")
+    codes, scale = make_weight(600, 1040)
+    codes[:, :outliers] = 0
+    x = torch.randn(3, 1040)
+    x[0, :outliers] = magnitude
+    x[2, outliers:] = 0  # and a sparse one
+    x = x.to(dtype)
+    result, expected = int8_mm(x, codes, scale), x.double() @ float_weight(codes, scale).t()
+    for row in (0, 1):
+        # Three digits hold elements down to 1/256 of the largest to 2**-24 * 256 / sqrt(12), 107 dB.
+        assert sqnr(result[row], expected[row]) > min(LEAST_SQNR[dtype], 105)
+        torch.testing.assert_close(int8_mm(x[row : row + 1], codes, scale)[0], result[row], rtol=0, atol=0)
+    assert not result[2].any()

@@ -4,7 +4,7 @@ What each case uses, fastest first (4096 x 4096, benchmarks/results has the time
 
 | mode | rows | product |
 |---|---|---|
-| weight only | up to `_DIGIT_ROWS` | rows of x as two or three int8 digits each, int8 x int8 one row at a time |
+| weight only | up to `_DIGIT_ROWS` | rows of x as two or more int8 digits each, int8 x int8 one row at a time |
 | weight only | more | W dequantized piece by piece into a buffer that stays in cache, then the float product |
 | int8 activations | up to `_GEMV_ROWS` | int8 x int8 one row at a time |
 | int8 activations | more | int8 x int8 |
@@ -26,6 +26,7 @@ _GEMV_ROWS = 8
 _DIGIT_ROWS = 4
 _DIGIT_WEIGHTS = 1 << 18  # elements of W: for fewer, converting them costs less than splitting x
 _DIGIT_BASE = 2 * QMAX  # a remainder of half a step is the next digit's full range
+_SMALL, _SMALL_SHARE, _MORE_DIGITS = 2.0**-8, 8, 3  # see _digit_counts
 _PIECE = 1 << 20  # elements of W dequantized at a time: 4 MiB of fp32
 
 
@@ -93,18 +94,38 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x as fixed-point numbers of int8 digits, the highest first: three, or two for bf16.
+def _digit_counts(x: Tensor) -> list[int | None]:
+    """How many digits each row of x needs, or None if a few more don't do.
 
-        x[m] = (digits[0, m] * 254**2 + digits[1, m] * 254 + digits[2, m]) * step[m]
+    Three hold an element of the largest magnitude to 2**-24, as fp32 does, and two, for bf16, to 2**-16. Elements under
+    1/256 of it may be all that meets a weight that isn't 0: of an input with an outlier and weights that ignore it. If
+    they are more than one in eight, each further digit holds elements that are 254 times smaller.
+    """
+    least = 2 if x.dtype == torch.bfloat16 else 3
+    magnitude = x.abs().to(torch.float32)
+    bound = magnitude.amax(dim=-1, keepdim=True).mul_(_SMALL)
+    if max((magnitude < bound).sum(dim=-1).tolist()) * _SMALL_SHARE <= x.shape[1]:
+        return [least] * x.shape[0]
+    present = magnitude > 0
+    some = present.sum(dim=-1)
+    counts: list[int | None] = [None] * x.shape[0]
+    for more in reversed(range(_MORE_DIGITS + 1)):
+        small = (present & (magnitude < bound / _DIGIT_BASE**more)).sum(dim=-1)
+        for row, enough in enumerate((small * _SMALL_SHARE <= some).tolist()):
+            counts[row] = least + more if enough else counts[row]
+    return counts
 
-    The remainder is at most half a step. With three digits that is 2**-24 of the row's largest magnitude, fp32's
-    rounding of that magnitude; with two it is 2**-16, a small part of the rounding of a bf16 result.
+
+def _digits(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Rows of x as fixed-point numbers of `count` int8 digits, the highest first.
+
+        x[m] = (digits[0, m] * 254**2 + digits[1, m] * 254 + digits[2, m]) * step[m]        with three
+
+    The remainder is at most half a step.
 
     Returns:
         `digits` (D, M, K) int8 and `step` (M,) fp64.
     """
-    count = 2 if x.dtype == torch.bfloat16 else 3
     rest = x.to(torch.float64)
     unit = rest.abs().amax(dim=-1, keepdim=True).div_(QMAX)  # (M, 1)
     unit.masked_fill_(unit == 0, 1.0)
@@ -120,7 +141,12 @@ def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Weight-only product of a few rows, on exact int8 products of the digits of x."""
-    digits, step = _digits(x)
+    counts = _digit_counts(x)
+    if counts.count(counts[0]) < len(counts):  # each row by itself: its result doesn't depend on the others
+        return torch.cat([_digit_mm(row, int_data, scale, bias) for row in x.split(1)])
+    if counts[0] is None:
+        return _piecewise_mm(x, int_data, scale, bias)
+    digits, step = _digits(x, counts[0])
     n, k = int_data.shape
     codes = digits.view(-1, k)  # (D * M, K)
     sums = torch.empty(codes.shape[0], n, dtype=torch.int32)
