@@ -215,3 +215,35 @@ def test_peak_memory_is_the_float_model_and_one_layer():
     assert memory.peak <= (layers + 1) * layer
     held = sum(size for ref, size in memory.alive.values() if not ref.expired())
     assert held < 0.3 * layers * layer
+
+
+class Experts(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight = nn.Parameter(torch.randn(2, 4, 4))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Experts,
+        lambda: nn.Linear(4, 4).to(torch.float8_e4m3fn),
+        lambda: _with_weight(torch.eye(4).to_sparse()),
+        lambda: _with_weight(torch.eye(4).to_sparse_csr()),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
+def test_a_weight_of_another_kind_is_named_and_the_model_left_as_it_was(odd):
+    layers = nn.Sequential(nn.Linear(4, 4), odd(), nn.Linear(4, 4))
+    before = list(layers.parameters())
+    with pytest.raises(ValueError, match=r"1\.weight must be \(out_features, in_features\), dense"):
+        qsub.quantize_(layers)
+    assert all(p is q for p, q in zip(layers.parameters(), before, strict=True))
+    qsub.quantize_(layers, filter_fn=lambda name, module: name != "1")
+    assert isinstance(layers[2].weight, Int8RowwiseTensor) and layers[1].weight is before[2]
+
+
+def _with_weight(weight):
+    linear = nn.Linear(4, 4)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear

@@ -67,6 +67,8 @@ def _check(params: list[tuple[nn.Parameter, str]]) -> None:
     """ValueError that names the first bad weight, on all ranks that share one; one synchronization for each device."""
     for param, name in params:
         check_placements(param, name)
+        if not is_dtensor(param):
+            codes.check_matrix(param, name)
     absmax: dict[torch.device, list[tuple[torch.Tensor, int]]] = {}
     for index, (param, _) in enumerate(params):
         part = local_part(param).detach()
@@ -135,8 +137,9 @@ def quantize_(
         The model.
 
     Raises:
-        ValueError: the options don't fit together; or a weight has NaN, Inf or a magnitude over 65504: it is named, and
-            the model is left as it was. Or fully_shard has run a forward; or a weight is placed as Partial.
+        ValueError: the options don't fit together; or a weight has NaN, Inf or a magnitude over 65504, or isn't a dense
+            matrix (float8, sparse): it is named, and the model is left as it was. Or fully_shard has run a forward; or
+            a weight is placed as Partial.
     """
     modes = {"activations": activations, "outlier_threshold": outlier_threshold, "backward_mode": backward}
     check_modes(*modes.values())

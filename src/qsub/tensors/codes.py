@@ -2,10 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qsub.tensors.state_codes import mix
 
 FP16_MAX = 65504.0
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CHUNK = 1 << 18  # elements that a chunked pass over rows holds in fp32 at a time
 
 
@@ -22,6 +24,22 @@ def row_absmax(weight: Tensor) -> Tensor:
         return weight.new_zeros(weight.shape[0], dtype=torch.float32)
     low, high = torch.aminmax(weight, dim=1)
     return torch.maximum(-low, high).float()
+
+
+def check_matrix(weight: Tensor, name: str = "weight") -> None:
+    """Raise ValueError unless `weight` is a dense float matrix, and not quantized in another way.
+
+    Args:
+        weight: any tensor; what this rank holds, where it is distributed.
+        name: of the weight, for the text.
+    """
+    foreign = is_traceable_wrapper_subclass(weight)
+    if weight.layout != torch.strided or weight.dtype not in _DTYPES or weight.dim() != 2 or foreign:
+        kind = f"{type(weight).__name__} " if foreign else ""
+        raise ValueError(
+            f"{name} must be (out_features, in_features), dense, in fp64, fp32, bf16 or fp16, got {kind}{weight.layout}"
+            f", {weight.dtype}, shape {tuple(weight.shape)}. Leave it as it is (quantize_: filter_fn)."
+        )
 
 
 def check_rows(weight: Tensor, name: str = "weight", first: int = 0) -> None:

@@ -113,13 +113,12 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
 
         Raises:
             TypeError: the weight is not floating point.
-            ValueError: it is not a matrix, or a row has NaN, Inf or a magnitude over 65504; the row is named.
+            ValueError: it is not a dense matrix, or a row has NaN, Inf or a magnitude over 65504; the row is named.
         """
         if isinstance(weight, Int8RowwiseTensor):
             raise TypeError("the weight is an Int8RowwiseTensor already")
-        if weight.dim() != 2:
-            raise ValueError(f"weight must be (out_features, in_features), got shape {tuple(weight.shape)}")
         float_dtype(weight.dtype, weight.dtype, "Int8RowwiseTensor.from_float")
+        math8.check_matrix(weight)
         weight = weight.detach()
         math8.check_rows(weight)
         int_data, scale = math8.quantize_rows(weight)
