@@ -91,6 +91,27 @@ torch.library.register_fake("qsub::int8_mm_transposed", _fake_mm_transposed, lib
 torch.library.register_fake("qsub::dequantize_rowwise", _fake_dequantize, lib=_LIBRARY)
 
 
+def check_operands(x: Tensor, int_data: Tensor, bias: Tensor | None = None) -> None:
+    """What torch says of a product with a float weight, and kernels that convert or read raw memory would not.
+
+    Args:
+        x: the float operand.
+        int_data: (N, K) int8 codes.
+        bias: (N,), or one element for all outputs.
+
+    Raises:
+        RuntimeError: x is not floating point, the operands are on different devices, or the bias doesn't fit. (Not a
+            TypeError, which `@` would take for an operand that it doesn't know.)
+    """
+    if not x.dtype.is_floating_point:
+        raise RuntimeError(f"a product with an int8 weight takes a float input, got {x.dtype}: convert it first")
+    if x.device != int_data.device or (bias is not None and bias.device != x.device):
+        others = f"the int8 weight on {int_data.device}" + ("" if bias is None else f" and the bias on {bias.device}")
+        raise RuntimeError(f"expected all tensors to be on the same device, got the input on {x.device}, {others}")
+    if bias is not None and (bias.dim() > 1 or bias.numel() not in (1, int_data.shape[0])):
+        raise RuntimeError(f"expected a bias of shape ({int_data.shape[0]},), got {tuple(bias.shape)}")
+
+
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of `grad` (M, N) over its rows in the dtype of the bias, (N,)."""
     return grad.sum(dim=0, dtype=dtype)
@@ -152,6 +173,7 @@ def int8_mm(
     Returns:
         (M, N) in the dtype of `x`, accumulated in fp32 (fp64 for an fp64 input).
     """
+    check_operands(x, int_data, bias)
     return _mm(
         x,
         int_data,
@@ -177,4 +199,5 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, backwar
     Returns:
         (M, K) in the dtype of `grad`.
     """
+    check_operands(grad, int_data)
     return _mm_transposed(grad, int_data, scale, int8_grad=backward is not None)

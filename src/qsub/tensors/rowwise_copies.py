@@ -26,7 +26,12 @@ def _to_copy(func: Any, x: Int8RowwiseTensor, *, dtype: Any = None, device: Any 
     if options.get("layout") not in (None, torch.strided):
         raise NotImplementedError(f"an Int8RowwiseTensor is strided, got layout={options['layout']}")
     move = {"device": device, "non_blocking": options.get("non_blocking", False), "copy": True}
-    int_data = x.int_data.to(**move, memory_format=options.get("memory_format") or torch.preserve_format)
+    int_data = x.int_data
+    batch = [dim for dim in range(x.dim()) if x.dim() > 2 and int_data.stride(dim) == 0]  # autocast's cast for bmm
+    for dim in batch:
+        int_data = int_data[(slice(None),) * dim + (slice(0, 1),)]
+    int_data = int_data.to(**move, memory_format=options.get("memory_format") or torch.preserve_format)
+    int_data = int_data.expand(x.shape) if batch else int_data
     return x.like(int_data, x.scale.to(**move), dtype=shown, whole_rows=True).keep_shard(x)
 
 
@@ -152,5 +157,6 @@ def _embedding(func: Any, weight: Int8RowwiseTensor, indices: Tensor, *args: Any
     """F.embedding with an int8 table: only the rows asked for are dequantized, to a plain tensor."""
     if not isinstance(weight, Int8RowwiseTensor) or weight.scale_dim != -2:
         raise NotImplementedError("embedding takes an Int8RowwiseTensor as its table, not transposed")
-    rows = weight.like(weight.int_data[indices.flatten()], weight.scale[indices.flatten()])
+    index = indices.reshape(-1)
+    rows = weight.like(weight.int_data.index_select(0, index), weight.scale.index_select(0, index))
     return rows.decode().view(*indices.shape, weight.shape[1])

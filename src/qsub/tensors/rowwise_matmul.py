@@ -69,7 +69,8 @@ def _addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alph
         raise NotImplementedError("addmm with an Int8RowwiseTensor as bias: call .dequantize() on it")
     if isinstance(b, Int8RowwiseTensor) and beta == 1 and alpha == 1 and bias.dim() == 1:
         return _product(a, b, bias)
-    return _mm(aten.mm.default, a, b).mul_(alpha).add_(bias, alpha=beta)
+    product = _mm(aten.mm.default, a, b).mul_(alpha)
+    return product if beta == 0 else product.add_(bias, alpha=beta)  # with 0 the bias is ignored, NaN too
 
 
 # ---- Above autograd ----
@@ -82,6 +83,11 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not isinstance(weight, Int8RowwiseTensor):
         raise NotImplementedError("linear with an Int8RowwiseTensor as input or bias: call .dequantize() on it")
+    if input.is_nested and input.layout == torch.strided:
+        raise NotImplementedError("linear of a strided nested tensor and an int8 weight: use layout=torch.jagged")
+    if bias is not None and (weight.dim() == 1 or bias.dim() == input.dim() == 2):  # torch broadcasts it
+        product = linear(input, weight)
+        return (product + bias).to(product.dtype)
     if _is_direct(input, weight):
         return int8_linear(
             input,
@@ -91,6 +97,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             activations=weight.activations,
             outlier_threshold=weight.outlier_threshold,
             backward=weight.backward_mode,
+            owner=weight,
         )
     return _times_transposed(input, weight.t(), bias)
 
@@ -118,11 +125,20 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
         return _times_transposed(input, other, None)
     if other.dim() == 1:
         return _times_transposed(other, input.t(), None)
+    if input.dim() == 1:
+        return _times_transposed(other.transpose(-2, -1), input, None)
     return _times_transposed(other.transpose(-2, -1), input.t(), None).transpose(-2, -1)
 
 
 def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight + bias` for x (..., K) and weight (K, N), by one two-dimensional product."""
+    """`x @ weight + bias` for x (..., K) and weight (K, N) or (K,), by one two-dimensional product."""
+    if weight.dim() == 1:
+        return _times_transposed(x, weight.unsqueeze(1), bias).squeeze(-1)
+    if weight.dim() > 2:
+        raise NotImplementedError(
+            f"matmul with an Int8RowwiseTensor of shape {tuple(weight.shape)}: use a matrix, torch.bmm with a matrix "
+            "that is expanded over the batch, or .dequantize()"
+        )
     device = weight.device.type
     if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x

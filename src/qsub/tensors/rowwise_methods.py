@@ -44,7 +44,7 @@ def _is_shared(tensor: Int8RowwiseTensor) -> bool:
     return tensor.int_data.is_shared() and tensor.scale.is_shared()
 
 
-def _no_pointer(tensor: Tensor, *args: Any) -> Any:
+def _no_pointer(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         "an Int8RowwiseTensor has no memory of its own: use .int_data and .scale (untyped_storage, numpy)"
     )
@@ -66,4 +66,6 @@ FUNCTIONS[Tensor.is_shared] = _is_shared
 FUNCTIONS[Tensor.numpy] = _no_pointer
 FUNCTIONS[Tensor.data_ptr] = _data_ptr
 FUNCTIONS[Tensor.nbytes.__get__] = lambda tensor: tensor.int_data.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
+FUNCTIONS[Tensor.__array__] = _no_pointer
+FUNCTIONS[Tensor.__format__] = lambda tensor, spec: format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
 FUNCTIONS[Tensor.tolist] = lambda tensor: tensor.decode().tolist()
