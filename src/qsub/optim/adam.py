@@ -158,6 +158,8 @@ class Adam8bit(torch.optim.Optimizer):
         for index, (group, params, grads) in enumerate(work):
             if params and not self._step_again(index, group, params, grads):
                 self._step_group(index, group, list(zip(params, grads, strict=True)))
+            # Kernels and the row code write past autograd, which must tell a backward through the old values.
+            torch.autograd.graph.increment_version(params)
         return loss
 
     def _step_again(self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> bool:

@@ -65,7 +65,13 @@ _PLAIN = """
     clamp_min clamp_max add sub rsub mul div pow maximum minimum where lerp addcmul addcdiv fmod remainder
     sum mean amax amin aminmax max min std var norm linalg_vector_norm prod dot argmax argmin count_nonzero
     eq ne lt le gt ge isnan isinf isfinite isclose allclose logical_not equal _local_scalar_dense
-    nan_to_num masked_fill tril triu
+    nan_to_num masked_fill tril triu gelu_backward silu_backward
+"""
+
+# What torch.optim and torch.nn.utils call on lists, and its relatives, out of place and in place.
+_FOREACH = """
+    abs add addcdiv addcmul ceil clamp_max clamp_min div exp floor frac lerp log max maximum minimum mul neg norm pow
+    reciprocal round rsqrt sigmoid sign sqrt sub tanh trunc zero
 """
 
 
@@ -80,6 +86,14 @@ def plain_operators() -> list[Any]:
             if takes_tensors and not op._schema.is_mutable and "out" not in overload:
                 found.append(op)
     return found
+
+
+def foreach_operators(in_place: bool) -> list[Any]:
+    """The overloads of the arithmetic on lists of tensors, without those with `out`."""
+    names = [f"_foreach_{name}{'_' if in_place else ''}" for name in _FOREACH.split()]
+    packets = [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    overloads = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return [op for op in overloads if "out" not in op._overloadname]
 
 
 def float_dtype(dtype: torch.dtype | None, default: torch.dtype, owner: str) -> torch.dtype:

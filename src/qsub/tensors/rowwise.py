@@ -100,6 +100,7 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         )
         self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
         self.activations, self.outlier_threshold, self.backward_mode = activations, outlier_threshold, backward_mode
+        self.updates = [0]
         return self
 
     @classmethod
@@ -150,14 +151,18 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
 
         Raises:
             ValueError: the shape differs.
+            TypeError: the value is not floating point.
             NotImplementedError: this is a view of some columns.
         """
         if value.shape != self.shape:
             raise ValueError(f"expected a float tensor of shape {tuple(self.shape)}, got {tuple(value.shape)}")
+        float_dtype(value.dtype, value.dtype, "requantize_")
         rows = self.as_rows(value)
         codes, scale = math8.quantize_rows(rows, None if noise is None else self.as_rows(noise))
         self.as_rows(self.int_data).copy_(codes)
         self.scale.copy_(scale.view(self.scale.shape))
+        if type(self.int_data) is Tensor and not self.is_inference():
+            torch.autograd.graph.increment_version(self)  # this is no operator that autograd would see
         return self
 
     def as_rows(self, value: Tensor) -> Tensor:
@@ -189,7 +194,13 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     def like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """A tensor of other inner tensors with the remaining fields of this one, or those in `changes`."""
         made = type(self)(int_data, scale, **{**self.fields(), **changes})
-        made.trainable, made.updates = self.is_trained(), self.updates
+        made.trainable, made.updates = self.is_trained(), [*self.updates]
+        return made
+
+    def view_like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
+        """`like` for views of the inner tensors: the updates of a view count as those of the weight."""
+        made = self.like(int_data, scale, **changes)
+        made.updates = self.updates
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qsub.tensors.codes import row_noise
-from qsub.tensors.dispatch import plain_operators
+from qsub.tensors.dispatch import foreach_operators, plain_operators
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
 
 aten = torch.ops.aten
@@ -30,6 +30,12 @@ def _plain_result(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*(_plain(arg) for arg in args), **{key: _plain(value) for key, value in kwargs.items()})
 
 
+@OPS.implements(*foreach_operators(in_place=False))
+def _foreach_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Weight decay in torch.optim's foreach optimizers: plain tensors, as of the operators on one."""
+    return _plain_result(func, *args, **kwargs)
+
+
 # ---- In place: dequantize, update in fp32, encode again ----
 
 
@@ -43,9 +49,9 @@ def _noise(x: Int8RowwiseTensor, value: Tensor) -> Tensor | None:
         return None
     if type(value) is not Tensor:  # a trace of torch.compile, which would fix the number of the update
         return torch.rand_like(value, dtype=torch.float32)
-    x.updates += 1
+    x.updates[0] += 1
     noise = torch.empty_like(value)
-    x.as_rows(noise).copy_(row_noise(x.as_rows(value), x.updates))
+    x.as_rows(noise).copy_(row_noise(x.as_rows(value), x.updates[0]))
     return noise
 
 
@@ -86,33 +92,40 @@ def _in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x.requantize_(value, noise=_noise(x, value))
 
 
-@OPS.implements(
-    aten._foreach_add_.List,
-    aten._foreach_add_.Scalar,
-    aten._foreach_add_.ScalarList,
-    aten._foreach_add_.Tensor,
-    aten._foreach_mul_.List,
-    aten._foreach_mul_.Scalar,
-    aten._foreach_mul_.ScalarList,
-    aten._foreach_mul_.Tensor,
-    aten._foreach_sub_.List,
-    aten._foreach_div_.Scalar,
-    aten._foreach_div_.Tensor,
-    aten._foreach_lerp_.Scalar,
-    aten._foreach_addcdiv_.Scalar,
-    aten._foreach_addcdiv_.ScalarList,
-    aten._foreach_addcdiv_.Tensor,
-)
+@OPS.implements(*foreach_operators(in_place=True))
 def _foreach_in_place(func: Any, tensors: list[Tensor], *args: Any, **kwargs: Any) -> None:
-    """torch.optim's foreach optimizers, in fp32 on the whole list."""
-    values = [_plain(x, torch.float32) for x in tensors]
-    func(values, *(_plain(arg, torch.float32) for arg in args), **kwargs)
+    """torch.optim's foreach optimizers, on the whole list in fp32, or in fp64 where it has such tensors.
+
+    The list may hold plain tensors, the biases of the layers.
+    """
+    dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    values = [_plain(x, dtype) for x in tensors]
+    func(values, *(_plain(arg, dtype) for arg in args), **kwargs)
     for x, value in zip(tensors, values, strict=True):
         if isinstance(x, Int8RowwiseTensor):
+            value = value.float()
             x.requantize_(value, noise=_noise(x, value))
+        elif value is not x:
+            x.copy_(value)
 
 
-@OPS.implements(aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default)
+@OPS.implements(aten._foreach_copy_.default)
+def _foreach_copy_(func: Any, tensors: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """copy_ for each: exact between int8 weights."""
+    for x, source in zip(tensors, sources, strict=True):
+        x.copy_(source, non_blocking)
+
+
+@OPS.implements(
+    aten._fused_adam_.default,
+    aten._fused_adam_.tensor_lr,
+    aten._fused_adamw_.default,
+    aten._fused_adamw_.tensor_lr,
+    aten._fused_sgd_.default,
+    aten._fused_sgd_.tensor_lr,
+    aten._fused_adagrad_.default,
+    aten._fused_adagrad_.tensor_lr,
+)
 def _fused(func: Any, *args: Any, **kwargs: Any) -> None:
     """torch.optim with fused=True, whose kernels read raw floats."""
     raise NotImplementedError(

@@ -96,7 +96,13 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
         return x
     x.as_rows(x.int_data)  # refuses views of columns before any work is done
     value = source.decode(torch.float32) if isinstance(source, Int8RowwiseTensor) else source
-    math8.check_rows(x.as_rows(value), "source of copy_")
+    if not value.dtype.is_floating_point:
+        raise TypeError(
+            f"copy_ into an Int8RowwiseTensor takes a float tensor or an Int8RowwiseTensor, got {value.dtype}: "
+            "use .float() for numbers, and Int8RowwiseTensor(int_data, scale) for codes"
+        )
+    if type(value) is Tensor or isinstance(value, torch.nn.Parameter):  # a trace can't look at values: NaN rows show
+        math8.check_rows(x.as_rows(value), "source of copy_")
     return x.requantize_(value.to(x.device))
 
 

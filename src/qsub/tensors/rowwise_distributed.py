@@ -41,7 +41,7 @@ def _as_strided(func: Any, x: Int8RowwiseTensor, size: Any, stride: Any, storage
             f"rows, got {tuple(size)} and {tuple(stride)}: call .dequantize() first"
         )
     args = (size, stride, storage_offset)
-    return view_of(func, x, args, lambda: x.like(x.int_data[: size[0]], x.scale[: size[0]]))
+    return view_of(func, x, args, lambda: x.view_like(x.int_data[: size[0]], x.scale[: size[0]]))
 
 
 @OPS.implements(aten.constant_pad_nd.default)

@@ -17,10 +17,10 @@ class GatheredByRows:
     """
 
     # What a tensor knows besides its inner tensors; it is never saved. Views, copies and shards of a weight keep the
-    # last two; views of whole ranges of rows and moves keep the first.
+    # last two, and views share the last; views of whole ranges of rows and moves keep the first.
     shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
     trainable: bool = False  # made of a weight that requires grad, which a shard itself never does
-    updates: int = 0  # how often it was rounded stochastically
+    updates: list[int]  # one number: how often it was rounded stochastically
 
     def is_trained(self) -> bool:
         """Whether an update in place is one of training. A parameter says so by itself, and may have been frozen."""

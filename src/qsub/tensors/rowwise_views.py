@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 def _view(func: Any, x: Int8RowwiseTensor, args: tuple[Any, ...], int_data: Tensor, **changes: Any) -> Any:
     scale = changes.pop("scale", x.scale)
-    return view_of(func, x, args, lambda: x.like(int_data, scale, **changes))
+    return view_of(func, x, args, lambda: x.view_like(int_data, scale, **changes))
 
 
 def _scale_index(x: Int8RowwiseTensor) -> int | None:
@@ -71,7 +71,7 @@ def _split(func: Any, x: Int8RowwiseTensor, sizes: Any, dim: int = 0) -> Any:
     scales = func(x.scale, sizes, 0) if along else [x.scale] * len(pieces)
     whole_rows = x.whole_rows and (along or len(pieces) == 1)
     with torch.inference_mode(x.is_inference()):
-        return [x.like(piece, scale, whole_rows=whole_rows) for piece, scale in zip(pieces, scales, strict=True)]
+        return [x.view_like(piece, scale, whole_rows=whole_rows) for piece, scale in zip(pieces, scales, strict=True)]
 
 
 @OPS.implements(aten.select.int)
