@@ -1,4 +1,6 @@
-"""Updates in place of Int8RowwiseTensor: through views, on lists with plain tensors, and what autograd is told."""
+"""Updates in place and copies of Int8RowwiseTensor: views, lists with plain tensors, and what autograd is told."""
+
+import copy
 
 import pytest
 import torch
@@ -151,3 +153,42 @@ def test_copy_under_compile():
     value = torch.randn(6, 10)
     torch.compile(lambda: weight.copy_(value), backend="aot_eager", fullgraph=True)()
     assert torch.equal(weight.dequantize(), Int8RowwiseTensor.from_float(value).dequantize())
+
+
+@pytest.mark.parametrize(
+    "piece", [lambda w: w[1], lambda w: w[1][None], lambda w: w[1].unsqueeze(1), lambda w: w[1, 2].clone()]
+)
+def test_updates_of_one_row_in_any_shape(piece):
+    weight = Int8RowwiseTensor.from_float(torch.randn(6, 10))
+    expected = -piece(weight.dequantize())
+    turned = piece(weight)
+    turned.neg_()
+    # A number by itself has a scale of its own, rounded to fp16.
+    torch.testing.assert_close(turned.dequantize(), expected, rtol=2**-11, atol=0)
+    turned.copy_(expected.abs())
+    torch.testing.assert_close(turned.dequantize(), expected.abs(), rtol=0, atol=3.0 / 127)
+    with pytest.raises(NotImplementedError, match="can't be updated in place"):
+        weight[1].expand(4, 10).clone().neg_()
+
+
+# ---- Copies ----
+
+
+def test_deepcopy_of_a_parameter_that_is_a_piece_of_another():
+    """As the halves of a fused projection; torch would ask for the storage of a view that begins further on."""
+    halves = Int8RowwiseTensor.from_float(torch.randn(12, 10), requires_grad=True).detach().split(6)
+    m = nn.Linear(10, 6)
+    m.weight = nn.Parameter(halves[1], requires_grad=True)
+    m.weight.note = ["of mine"]
+    m.tied = nn.ParameterList([m.weight])
+    m(torch.randn(3, 10)).sum().backward()
+    copied = copy.deepcopy(m)
+    assert isinstance(copied.weight, nn.Parameter) and copied.weight.requires_grad and copied.weight.grad is None
+    assert copied.weight is copied.tied[0] and copied.weight.note == ["of mine"]
+    assert torch.equal(copied.weight.int_data, m.weight.int_data)
+    assert copied.weight.int_data.untyped_storage().nbytes() == 60
+    with torch.no_grad():
+        copied.weight.zero_()
+    assert m.weight.detach().dequantize().any()
+    with pytest.raises(RuntimeError, match=r"call \.detach\(\)"):
+        copy.deepcopy(m.weight.t())

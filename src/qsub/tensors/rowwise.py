@@ -171,14 +171,15 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         Raises:
             NotImplementedError: this view can't be updated in place.
         """
-        if not self.whole_rows or self.dim() > 2:
+        one_row = self.scale_dim is None  # of any shape with one dimension that isn't 1
+        if not self.whole_rows or self.dim() > 2 or (one_row and self.dim() == 2 and 1 not in self.shape):
             raise NotImplementedError(
                 f"this {tuple(self.shape)} view of an Int8RowwiseTensor can't be updated in place: its scales belong "
                 "to whole rows. Update the weight or a range of its rows, or call .dequantize() for a float copy."
             )
         if self.scale_dim == -2:
             return value
-        return value.unsqueeze(0) if self.scale_dim is None else value.t() if self.dim() == 2 else value.unsqueeze(1)
+        return value.reshape(1, -1) if one_row else value.t() if self.dim() == 2 else value.unsqueeze(1)
 
     def fields(self) -> dict[str, Any]:
         """What the tensor is besides its inner tensors, as keywords of the class."""

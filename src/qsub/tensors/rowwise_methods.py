@@ -1,5 +1,6 @@
 """Methods of torch.Tensor that never reach an operator, and that would go wrong or do nothing on a wrapper subclass."""
 
+import copy
 import sys
 from typing import Any
 
@@ -60,6 +61,22 @@ def _data_ptr(tensor: Int8RowwiseTensor) -> int:
     return 0 if caller == "torch.distributed.checkpoint._state_dict_stager" else tensor.int_data.data_ptr()
 
 
+def _deepcopy(tensor: Int8RowwiseTensor, memo: dict[int, Any]) -> Any:
+    """copy.deepcopy: torch would copy the storage of a view with an offset. A parameter's goes without grad."""
+    if id(tensor) in memo:
+        return memo[id(tensor)]
+    if not tensor.is_leaf:
+        raise RuntimeError("deepcopy of an Int8RowwiseTensor that autograd has made: call .detach() on it first")
+    made = tensor.detach().clone()
+    for key in tensor.__dict__.keys() - made.__dict__.keys():  # that it is a parameter, and what users have noted on it
+        setattr(made, key, copy.deepcopy(getattr(tensor, key), memo))
+    if tensor.grad is not None and not isinstance(tensor, torch.nn.Parameter):
+        made.grad = copy.deepcopy(tensor.grad, memo)
+    memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+    return made
+
+
+FUNCTIONS[Tensor.__deepcopy__] = _deepcopy
 FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.is_shared] = _is_shared
