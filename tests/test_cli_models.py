@@ -273,6 +273,21 @@ def test_bitsandbytes_is_told_which_layers_are_float(tmp_path, capsys, tied, ski
     assert 20 * torch.log10(expected.norm() / (theirs - expected).norm()) > 30
 
 
+def test_a_list_of_bitsandbytes_that_names_no_module(tmp_path, capsys):
+    """They ignore such names, as the usual lm_head of a model without one; a QsubConfig is refused with them."""
+    assert qsub(capsys, "quantize", folder_of("minilm"), tmp_path / "int8", "--skip", "pooler.dense")[0] == 0
+    assert qsub(capsys, "convert", "--to", "bitsandbytes", tmp_path / "int8", tmp_path / "bnb")[0] == 0
+    path = tmp_path / "bnb" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["quantization_config"]["llm_int8_skip_modules"] == ["pooler.dense"]
+    config["quantization_config"]["llm_int8_skip_modules"].append("lm_head")
+    path.write_text(json.dumps(config))
+    assert qsub(capsys, "convert", "--from", "bitsandbytes", tmp_path / "bnb", tmp_path / "back")[0] == 0
+    model = transformers.AutoModel.from_pretrained(tmp_path / "back")
+    assert type(model.pooler.dense.weight) is nn.Parameter
+    assert sum(isinstance(param, Int8RowwiseTensor) for param in model.parameters()) == 36
+
+
 def test_int8_embeddings_are_none_of_bitsandbytes(tmp_path, capsys):
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "in")
     config = package.QsubConfig(embeddings=True)

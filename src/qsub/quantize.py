@@ -96,7 +96,7 @@ def _bar(items: Iterable[Any], progress: bool, text: str) -> Iterable[Any]:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm (or qsub[progress])") from error
+        raise ImportError("progress=True needs tqdm: pip install 'qsub[progress]'") from error
     return tqdm(items, desc=text, unit="weight")
 
 

@@ -45,7 +45,7 @@ def safetensors_package() -> Any:
         import safetensors
         import safetensors.torch  # noqa: F401
     except ImportError as error:
-        raise ImportError("save_file and load_file need safetensors: pip install qsub[safetensors]") from error
+        raise ImportError("save_file and load_file need safetensors: pip install 'qsub[safetensors]'") from error
     return safetensors
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from qsub.checkpoint_files import INDEX, read_json
 from qsub.serialization import HEADER, VERSION
 from qsub.streaming import steps
-from qsub.streaming.select import Selection, float_linears
+from qsub.streaming.select import Selection, float_linears, names_of_modules
 from qsub.streaming.source import DTYPES, FLOATS, Entry, Source
 from qsub.streaming.target import Step, appearing, write_file
 
@@ -227,7 +227,7 @@ def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress:
         if entry.name not in taken:
             plan.add(entry.file, steps.copy(entry))
     if config is not None:
-        config["quantization_config"] = quantization_config(modes, skip)
+        config["quantization_config"] = quantization_config(modes, names_of_modules(source, skip))
     return plan.write(target, config, progress)
 
 

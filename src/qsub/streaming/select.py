@@ -138,6 +138,14 @@ def float_linears(source: Source) -> list[str] | None:
     return sorted(name for name in linears if int8.isdisjoint(_stored_names(model, f"{name}.weight")))
 
 
+def names_of_modules(source: Source, names: list[str]) -> list[str]:
+    """Those of the names that a module of config.json's model has, whole or as a part; all without a model."""
+    model, _ = _model(source)
+    if model is None:
+        return names
+    return [name for name in names if any(f".{name}." in f".{module}." for module, _ in model.named_modules())]
+
+
 def _stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
     """A checkpoint of the base model has names without its prefix, and one of a model with a head has them with it."""
     prefix = getattr(model, "base_model_prefix", "")
