@@ -4,7 +4,7 @@
 
 FOLDER holds a causal language model for from_pretrained, TEXT.txt what it learns. OUT/adapter gets the adapters, and
 OUT/merged the float model with them, since int8 would round small changes away. Needed: pip install
-"qsub[transformers]" peft
+".[transformers]" peft, in a clone
 """
 
 import argparse
@@ -24,6 +24,8 @@ class Blocks(Dataset):
 
     def __init__(self, text: str, tokenizer: Any, length: int) -> None:
         tokens = torch.tensor(tokenizer(text)["input_ids"])
+        if len(tokens) < length:
+            raise ValueError(f"the text must have at least {length} tokens, one block, got {len(tokens)}")
         self.blocks = tokens[: len(tokens) // length * length].view(-1, length)  # (blocks, length)
 
     def __len__(self) -> int:
@@ -72,11 +74,19 @@ def finetune(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("text", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("text", metavar="TEXT.txt", type=Path)
+    parser.add_argument("out", metavar="OUT", type=Path)
     parser.add_argument("--steps", type=int, default=50)
     options = parser.parse_args()
+    if not (options.folder / "config.json").is_file():
+        parser.error(f"FOLDER must hold a config.json, got {options.folder}")
+    if not options.text.is_file():
+        parser.error(f"TEXT must be a file, got {options.text}")
+    if options.out.exists():
+        parser.error(f"OUT exists: remove {options.out}, or choose another folder")
+    if options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     losses = finetune(options.folder, options.text.read_text(encoding="utf-8"), options.out, options.steps)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; saved under {options.out}")
 

@@ -7,7 +7,7 @@ FOLDER holds a causal language model for from_pretrained. `--mode adapters` trai
 `--mode full` all weights in float. A batch is the same windows of the text whatever the number of ranks, so a run that
 is resumed on more or fewer goes on as it would have (models with dropout excepted). DIR gets step-N, written by
 torch.distributed.checkpoint, and log.csv. All ranks must see FOLDER, FILE and DIR. Needed: pip install
-"qsub[transformers,progress]" peft
+".[transformers,progress]" peft, in a clone
 """
 
 import argparse

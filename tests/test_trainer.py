@@ -188,15 +188,40 @@ def test_gradient_checkpointing_and_accumulation(tmp_path):
     assert losses(other) == pytest.approx(losses(plain), abs=1e-4)
 
 
+def load_example():
+    path = Path(__file__).parents[1] / "examples/finetune_transformers.py"
+    spec = importlib.util.spec_from_file_location("finetune", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("nowhere text out", "FOLDER must hold a config.json, got nowhere"),
+        ("model nowhere out", "TEXT must be a file, got nowhere"),
+        ("model text model", "OUT exists: remove model, or choose another folder"),
+        ("model text out --steps 0", "--steps must be at least 1, got 0"),
+    ],
+)
+def test_the_example_checks_its_arguments(tmp_path, monkeypatch, capsys, arguments, error):
+    (tmp_path / "model").mkdir()
+    for name in ("model/config.json", "text"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["finetune", *arguments.split()])
+    with pytest.raises(SystemExit):
+        load_example().main()
+    assert capsys.readouterr().err.endswith(f"error: {error}\n")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_example(tmp_path, dtype):
     """What it trains and merges, on a GPU if there is one; what it saved is compared on the CPU in fp32."""
-    folder, root = folder_of("smollm2"), Path(__file__).parents[1]
-    spec = importlib.util.spec_from_file_location("finetune", root / "examples/finetune_transformers.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    folder, example = folder_of("smollm2"), load_example()
     text = "It is a truth universally acknowledged, that a single man must be in want of a wife. " * 20
     found = example.finetune(folder, text, tmp_path, steps=4, length=32, dtype=dtype)
     assert len(found) == 4 and found[-1] < found[0]
