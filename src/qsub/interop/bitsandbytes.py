@@ -109,7 +109,7 @@ def weights_to_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key!r}: bitsandbytes has int8 only for the weight of a Linear, (out, in)")
         result[key] = value.int_data
         result[f"{prefix}SCB"] = value.scale.to(torch.float32)
-        result[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        result[f"{prefix}weight_format"] = torch.tensor(0, dtype=torch.uint8, device="cpu")
     return result
 
 
@@ -164,7 +164,11 @@ def optimizer_from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]
         if first.shape != second.shape:
             shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
             raise ValueError(f"state1 and state2 of parameter {index} must have its shape, got {shapes}")
-        state[index] = {"step": torch.tensor(float(entry["step"])), "exp_avg": first, "exp_avg_sq": second}
+        state[index] = {
+            "step": torch.tensor(float(entry["step"]), device="cpu"),
+            "exp_avg": first,
+            "exp_avg_sq": second,
+        }
     groups = []
     for group in state_dict["param_groups"]:
         if len(group.get("betas", ())) != 2:

@@ -96,7 +96,7 @@ def optimizer_from_torchao(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             moments = {key: _read_moment(entry[key], key, index) for key in keys}
             if len({moment.shape for moment in moments.values()}) > 1:
                 raise ValueError(f"the moments of parameter {index} must have its shape, got different ones")
-            state[index] = {"step": torch.tensor(float(entry["step"])), **moments}
+            state[index] = {"step": torch.tensor(float(entry["step"]), device="cpu"), **moments}
         options = {"maximize": False, "block_size": _common_block_size(found), "state_code": "dynamic"}
         groups.append({"amsgrad": False, **group, **options})
     return {"state": state, "param_groups": groups}
@@ -130,7 +130,7 @@ def optimizer_to_torchao(state_dict: Mapping[str, Any], block_size: int = BLOCK_
     groups = []
     for saved_group in state_dict["param_groups"]:
         group = their_group(saved_group)
-        group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)  # its step takes a tensor only
+        group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cpu")  # its step takes a tensor only
         groups.append(group)
         keys = moment_keys(group)
         for index in group["params"]:

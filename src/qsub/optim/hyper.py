@@ -114,4 +114,5 @@ class HyperTensor:
                 if value is not None and (before is None or before[place] != value):
                     self.tensor[place].fill_(value)
         else:
-            upload(self.tensor, torch.tensor([value or 0.0 for value in values], dtype=torch.float32))
+            filled = [value or 0.0 for value in values]
+            upload(self.tensor, torch.tensor(filled, dtype=torch.float32, device="cpu"))

@@ -204,7 +204,7 @@ class OneLaunch:
         return not bad
 
     def _upload(self, plan: Plan, pointers: list[int], hyper: HyperTensor) -> Tensor:
-        values = torch.tensor(pointers, dtype=torch.int64).view(-1, 2)
+        values = torch.tensor(pointers, dtype=torch.int64, device="cpu").view(-1, 2)
         if not _capturing(plan.device):
             upload(plan.pointers, values)
             plan.uploaded = pointers

@@ -71,7 +71,7 @@ class Entry:
             shape = (last - first, *shape[1:])
             start, nbytes = start + first * self.row_bytes, (last - first) * self.row_bytes
         if not nbytes:
-            return torch.empty(shape, dtype=DTYPES[self.dtype])
+            return torch.empty(shape, dtype=DTYPES[self.dtype], device="cpu")
         return torch.frombuffer(self._bytes(start, nbytes), dtype=DTYPES[self.dtype]).view(shape)
 
     def rows(self, limit: int = CHUNK) -> Iterator[tuple[int, Tensor]]:
