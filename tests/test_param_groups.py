@@ -73,5 +73,7 @@ def test_a_quantized_model_has_its_floats_in_the_groups():
 
 
 def test_nothing_to_train():
+    with pytest.raises(TypeError, match="takes a module, got generator"):
+        param_groups(Model().parameters())
     with pytest.raises(ValueError, match="no parameter of Linear requires grad: quantize_ freezes .* trainable=True"):
         param_groups(qsub.quantize_(nn.Linear(4, 4, bias=False)))

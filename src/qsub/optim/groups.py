@@ -32,8 +32,11 @@ def param_groups(
         out. Set further options in them, or in the call of the optimizer.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: no parameter requires grad.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"param_groups takes a module, got {type(model).__name__}: the rules go by names and modules")
     tables = {id(module.weight) for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))}
     no_decay = no_decay or (lambda _, param: param.dim() < 2)
     state_32bit = state_32bit or (lambda _, param: id(param) in tables)
