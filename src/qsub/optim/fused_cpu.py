@@ -17,7 +17,7 @@ _LANES = 16  # fp32 elements of the widest vector
 
 
 def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
-    """Whether torch's kernel does this parameter."""
+    """Whether torch's kernel does this parameter. It has no least divisor, which a tiny eps needs."""
     part = local(param)
     return (
         type(part) in (Tensor, torch.nn.Parameter)
@@ -25,6 +25,7 @@ def takes(param: Tensor, grad: Tensor, group: dict[str, Any]) -> bool:
         and part.dtype == grad.dtype == torch.float32
         and not is_8bit(param, group)
         and part.numel() > 0
+        and float(group["eps"]) >= LEAST_ROOT
     )
 
 
@@ -52,6 +53,8 @@ def step(
     parts = [local(param) for param in params]
     targets = [parts, *([state[key] for state in states] for key in moment_keys(group))]
     values = [[_whole_vectors(target) for target in column] for column in targets]
+    if grad_scale is not None:  # the kernel would divide in place
+        grads = private._foreach_div(grads, grad_scale)
     beta1, beta2 = group["betas"]
     function = private._fused_adamw_ if group["decoupled_weight_decay"] else private._fused_adam_
     function(
@@ -65,9 +68,8 @@ def step(
         beta1=float(beta1),
         beta2=float(beta2),
         weight_decay=float(group["weight_decay"]),
-        eps=max(float(group["eps"]), LEAST_ROOT**2),  # so small that it only turns 0 / 0 into 0
+        eps=float(group["eps"]),
         maximize=group["maximize"],
-        grad_scale=grad_scale,
         found_inf=found_inf,
     )
     for target, value in zip(chain(*targets), chain(*values), strict=True):
