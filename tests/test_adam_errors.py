@@ -36,14 +36,18 @@ PARAM = nn.Parameter(torch.ones(3))
 def test_parameters_that_are_not_real_floats_are_refused():
     assert_expected_inline(
         refusal(lambda: AdamW8bit([nn.Parameter(torch.ones(3, dtype=torch.complex64))])),
-        """TypeError: AdamW8bit takes real floating point parameters, got torch.complex64 of shape (3,). Leave it out, or give it to an optimizer of torch.optim.""",  # noqa: E501
+        """TypeError: AdamW8bit takes parameters of 16, 32 or 64 bit floats, got torch.complex64 of shape (3,). Leave it out, or give it to an optimizer of torch.optim.""",  # noqa: E501
     )
-    assert "torch.int64" in refusal(lambda: Adam8bit([torch.ones(3, dtype=torch.int64)]))
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        assert str(dtype) in refusal(lambda dtype=dtype: Adam8bit([torch.ones(3).to(dtype)]))
     assert "empty parameter list" in refusal(lambda: AdamW8bit([]))
     assert "params argument" in refusal(lambda: AdamW8bit(PARAM))
     opt = AdamW8bit([PARAM])
     refusal(lambda: opt.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.complex64))]}))
     refusal(lambda: opt.add_param_group({"params": [PARAM]}))  # twice
+    refusal(lambda: opt.add_param_group({"params": {nn.Parameter(torch.ones(3))}}))  # a set has no order
+    with pytest.raises(KeyError, match="params"):
+        opt.add_param_group({"lr": 1e-3})
     assert len(opt.param_groups) == 1
 
 
@@ -102,6 +106,18 @@ TypeError: seed must be an int, got float""",
     assert_expected_inline(
         refusal(lambda: AdamW8bit([PARAM], betas=0.9)), """ValueError: betas must be a pair, got 0.9"""
     )
+
+
+NOT_NUMBERS = {"lr": "1e-3", "eps": "1e-8", "weight_decay": None, "betas": (None, 0.999)}  # YAML reads 1e-3 as text
+NOT_FLAGS = {"amsgrad": "false", "maximize": None, "capturable": "no", "stochastic_round": "no", "fused": "auto"}
+
+
+@pytest.mark.parametrize("name", [*NOT_NUMBERS, *NOT_FLAGS])
+def test_text_and_none_are_no_numbers_and_no_flags(name):
+    value = {**NOT_NUMBERS, **NOT_FLAGS}[name]
+    text = refusal(lambda: AdamW8bit([PARAM], **{name: value}))
+    rule = "must be a number, got " if name in NOT_NUMBERS else "must be True or False, got "
+    assert text.startswith(f"TypeError: {name}") and rule in text
 
 
 def test_unknown_options_are_refused():

@@ -118,6 +118,14 @@ def test_state_dict_and_step_hooks_run_as_in_torch():
     assert hooks == (1, 1)  # none of ours is left behind
 
 
+def test_a_hook_may_return_a_state_dict_of_any_form():
+    opt = new_optimizer(new_params(), backend="eager")
+    opt.register_state_dict_post_hook(lambda o, saved: {"wrapped": saved})
+    opt.register_load_state_dict_pre_hook(lambda o, saved: saved["wrapped"])
+    assert list(opt.state_dict()) == ["wrapped"]
+    opt.load_state_dict(opt.state_dict())
+
+
 def damage(saved, what):
     """A copy of a state dict with one thing wrong."""
     saved = copy.deepcopy(saved)

@@ -1,5 +1,7 @@
 """Which parameters, gradients and groups the 8-bit optimizers take."""
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -195,6 +197,18 @@ def test_a_group_added_mid_run_starts_at_step_one_with_its_own_options():
     steps(opt, [first, late], 1)
     assert opt.state[first]["step"] == 4 and opt.state[late]["step"] == 1
     assert torch.allclose((late - 1).abs(), torch.tensor(5e-2), rtol=1e-4)  # the first update is lr * sign(g)
+
+
+def test_a_users_dict_is_the_group_as_in_torch():
+    """What is written to it later reaches the step."""
+    first, late = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
+    groups = [{"params": (p for p in [first])}, {"params": late}]
+    opt = AdamW8bit(groups[:1], backend="eager")
+    opt.add_param_group(groups[1])
+    assert all(map(operator.is_, opt.param_groups, groups))
+    groups[0]["lr"], groups[1]["lr"] = 0.5, 0.25
+    steps(opt, [first, late], 1)
+    assert torch.allclose(first.abs(), torch.tensor(0.5)) and torch.allclose(late.abs(), torch.tensor(0.25))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,12 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
-    ["test_one_launch.py", "test_requantize.py", pytest.param("test_dist_optim_launch.py", marks=pytest.mark.dist)],
+    [
+        "test_one_launch.py",
+        "test_adam_drop_in.py",
+        "test_requantize.py",
+        pytest.param("test_dist_optim_launch.py", marks=pytest.mark.dist),
+    ],
 )
 def test_kernels_in_the_interpreter(file):
     cases = pathlib.Path(__file__).with_name(file)

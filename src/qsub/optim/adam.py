@@ -8,9 +8,9 @@ from torch import Tensor
 
 from qsub.optim import fused_cpu
 from qsub.optim import state_dict as states
-from qsub.optim.compiled import resolve_backend
+from qsub.optim.compiled import resolve_backend, untraced
 from qsub.optim.hyper import HyperTensor
-from qsub.optim.options import check_keys, check_options, check_param
+from qsub.optim.options import check_group, check_keys, check_options, check_param, checked_grad
 from qsub.optim.per_parameter import step_parameter
 from qsub.optim.sharding import local, local_grad
 
@@ -113,21 +113,20 @@ class Adam8bit(torch.optim.Optimizer):
         self._hyper, self._launches = {}, None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim's; a bad parameter or option raises and leaves the optimizer as it was."""
+        """As torch.optim's, which keeps the dict as the group; what is refused leaves the optimizer as it was."""
         if isinstance(param_group, dict):
-            params = param_group.get("params", [])
-            params = [params] if isinstance(params, Tensor) else list(params)
-            param_group = {**param_group, "params": params}
             # ZeroRedundancyOptimizer hands all keyword arguments on in each group, too.
             if "backend" in param_group and param_group["backend"] == self.backend:
-                del param_group["backend"]
-            for entry in params:
+                param_group = {key: value for key, value in param_group.items() if key != "backend"}
+            params = param_group["params"]
+            if not isinstance(params, (Tensor, set)):  # torch.optim refuses sets
+                params = param_group["params"] = list(params)
+            for entry in [params] if isinstance(params, Tensor) else params:
                 check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
             check_keys(param_group, self.defaults)
             check_options({**self.defaults, **param_group}, self.backend)
         super().add_param_group(param_group)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Take one step.
 
@@ -140,12 +139,19 @@ class Adam8bit(torch.optim.Optimizer):
         Raises:
             RuntimeError: a gradient is sparse. No parameter has been changed then.
         """
+        if torch.compiler.is_dynamo_compiling():  # what is worth it is compiled already, once for all shapes
+            return untraced(self._step, closure)
+        return self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         work = []
         for group in self.param_groups:
+            check_group(group)
             params: list[Tensor] = group["params"]
             grads: list[Any] = [p.grad for p in params]
             if not all(grad is not None for grad in grads):
@@ -179,7 +185,7 @@ class Adam8bit(torch.optim.Optimizer):
 
         From here on gradients are local: on the device, and of the shape, of what this rank holds of a parameter.
         """
-        pairs = [(param, local_grad(param, grad)) for param, grad in pairs]
+        pairs = [(param, checked_grad(local(param), local_grad(param, grad))) for param, grad in pairs]
         devices = list(dict.fromkeys(local(param).device for param, _ in pairs))
         for device in devices:
             here = [pair for pair in pairs if local(pair[0]).device == device]
@@ -189,8 +195,10 @@ class Adam8bit(torch.optim.Optimizer):
                 from qsub.optim import one_launch  # needs Triton, which not every platform has
 
                 one_launch.check_device(device)
-                taken = [pair for pair in here if one_launch.takes(*pair, group)]
-                here = [pair for pair in here if not one_launch.takes(*pair, group)]
+                # A parameter that is listed twice steps twice, which a launch can't: all at once.
+                once = {id(pair[0]): pair for pair in here if one_launch.takes(*pair, group)}
+                taken = list(once.values())
+                here = [pair for pair in here if once.get(id(pair[0])) is not pair]
             if taken:
                 for param, _ in taken:
                     self._init_state(group, param)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from qsub.kernel_launch import has_triton
 from qsub.optim import step as definition
@@ -66,6 +67,12 @@ def resolve_backend(backend: str | None, device: torch.device) -> str:
     return "eager"
 
 
+@_disable_dynamo  # which imports torch._dynamo at the first call only
+def untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function` from code that torch.compile traces, without tracing it."""
+    return function(*args)
+
+
 @functools.cache
 def _variant(kind: str, variant: tuple[Any, ...]) -> Callable[..., None]:
     """A compiled copy of the step. Each variant has a code object of its own, and so its own recompile limit."""
@@ -86,7 +93,7 @@ _marked: set[Callable[..., None]] = set()
 
 @functools.lru_cache(maxsize=1024)
 def _cpu_offset(blocks: int) -> Tensor:
-    return torch.tensor(blocks)
+    return torch.tensor(blocks, device="cpu")
 
 
 def _offset(blocks: int, device: torch.device) -> Tensor:

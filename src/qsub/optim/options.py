@@ -3,28 +3,43 @@
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 
 BACKENDS = ("triton", "compile", "eager")
 STATE_CODES = ("block_float8", "dynamic")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable", "decoupled_weight_decay", "stochastic_round")
 # What others keep in a group: torch.optim, its schedulers (OneCycleLR, CyclicLR, SWALR) and timm (layer decay).
 _NOTES = ("params", "param_names", "name", "initial_lr", "lr_scale", "max_lr", "min_lr", "swa_lr")
 _NOTES += ("base_momentum", "max_momentum", "fix_lr")
 
 
 def check_param(param: Any, owner: str) -> None:
-    """TypeError unless `param` is a real floating point tensor. What is no tensor is left to torch.optim to refuse."""
-    if isinstance(param, Tensor) and not param.dtype.is_floating_point:
+    """TypeError unless `param` is a tensor of 16 to 64 bit floats. What is no tensor torch.optim refuses."""
+    if isinstance(param, Tensor) and param.dtype not in _DTYPES:
         raise TypeError(
-            f"{owner} takes real floating point parameters, got {param.dtype} of shape {tuple(param.shape)}. "
+            f"{owner} takes parameters of 16, 32 or 64 bit floats, got {param.dtype} of shape {tuple(param.shape)}. "
             "Leave it out, or give it to an optimizer of torch.optim."
         )
+
+
+def checked_grad(param: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, or a copy that has its values in memory; an error if it isn't of the parameter as it is now."""
+    if grad.is_complex():
+        raise TypeError(f"the gradient of a parameter of {param.dtype} must be real, got {grad.dtype}")
+    if grad.shape != param.shape:
+        shapes = f"{tuple(grad.shape)}, not {tuple(param.shape)} as its parameter"
+        raise ValueError(f"a gradient has shape {shapes}: call zero_grad() when the data of a parameter is replaced")
+    return grad.clone() if grad._is_zerotensor() or grad.is_neg() else grad
 
 
 def _check_scalar(name: str, value: Any, upper: float | None = None) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} as a tensor must have 1 element, got shape {tuple(value.shape)}")
-    number = float(value)
+    if not hasattr(value, "__float__"):  # text, as YAML reads 1e-3, has none
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    number = float(value.detach() if isinstance(value, Tensor) else value)
     if not 0.0 <= number or (upper is not None and not number < upper):
         bound = "at least 0" if upper is None else f"in [0, {upper:g})"
         raise ValueError(f"{name} must be {bound}, got {number}")
@@ -47,6 +62,9 @@ def check_options(options: dict[str, Any], backend: str | None) -> None:
         raise ValueError(f"betas must be a pair, got {betas!r}")
     for index, beta in enumerate(betas):
         _check_scalar(f"betas[{index}]", beta, 1.0)
+    for name in (*_FLAGS, "foreach", "fused"):
+        if not isinstance(options[name], int) and (name in _FLAGS or options[name] is not None):
+            raise TypeError(f"{name} must be True or False, got {options[name]!r}")
     if options["foreach"]:
         raise ValueError("foreach=True is not supported: leave it None and choose with backend='compile' or 'eager'")
     if options["differentiable"]:
@@ -56,6 +74,14 @@ def check_options(options: dict[str, Any], backend: str | None) -> None:
     check_state_options(options)
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """ValueError or TypeError for what was written to a group later, and would make nonsense of state or parameters."""
+    check_state_options(group)
+    for index, beta in enumerate(group["betas"]):
+        if not isinstance(beta, Tensor) and not 0.0 <= beta < 1.0:  # a tensor may be on a GPU: no waiting for that
+            _check_scalar(f"betas[{index}]", beta, 1.0)
 
 
 def check_state_options(options: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def step_parameter(
     moments = [state[key] for key in moment_keys(group)]
     block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
     part = local(param)
-    value = part.dequantize(torch.float32) if isinstance(part, Int8RowwiseTensor) else part.detach()
+    value = part.dequantize(torch.float32) if isinstance(part, Int8RowwiseTensor) else _plain(part.detach())
     staged = [Staged(value, block_size)]
     pairs: list[Any] = []
     for moment in moments:
@@ -44,7 +44,7 @@ def step_parameter(
         else:
             staged.append(Staged(moment, block_size))
             pairs.append(staged[-1].blocks)
-    grad_blocks = to_blocks(grad.contiguous(), part.shape, block_size)
+    grad_blocks = to_blocks(_plain(grad).contiguous(), part.shape, block_size)
     tensors = (staged[0].blocks, grad_blocks, *pairs, *([None] * (3 - len(pairs))))
     step = state["step"].to(part.device)
     stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
@@ -55,6 +55,13 @@ def step_parameter(
         entry.finish()
     if isinstance(part, Int8RowwiseTensor):
         write_back(part, value, step, hyper, offsets(param)[0])
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor without a class that only overrides functions of torch: torch.compile would trace these, too."""
+    kind: Any = type(tensor)
+    base: Any = Tensor
+    return tensor.as_subclass(base) if kind.__torch_dispatch__ is base.__torch_dispatch__ else tensor
 
 
 def write_back(param: Tensor, value: Tensor, step: Tensor, hyper: HyperTensor, first_row: int = 0) -> None:

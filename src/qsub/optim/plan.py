@@ -40,7 +40,7 @@ def _form(param: Tensor) -> tuple[Any, ...]:
 
 
 def _options(group: dict[str, Any]) -> tuple[Any, ...]:
-    return group["amsgrad"], group["block_size"], group["state_code"]
+    return tuple(map(group.get, ("amsgrad", "block_size", "state_code", "state_bits", "min_8bit_size")))
 
 
 @dataclass
@@ -97,10 +97,10 @@ def _program_map(chunks: list[int], kinds: list[int]) -> Tensor:
     Parameters of a kind follow each other, small ones first: the kinds run different code, and a multiprocessor
     that goes back and forth between them has to fetch it again and again.
     """
-    order = torch.tensor(sorted(range(len(chunks)), key=lambda slot: (-kinds[slot], slot)))
-    entries = torch.tensor([-(-count // PROGRAMS) for count in chunks])[order]
+    order = torch.tensor(sorted(range(len(chunks)), key=lambda slot: (-kinds[slot], slot)), device="cpu")
+    entries = torch.tensor([-(-count // PROGRAMS) for count in chunks], device="cpu")[order]
     param = torch.repeat_interleave(order, entries)
-    first = torch.arange(len(param)) - torch.repeat_interleave(entries.cumsum(0) - entries, entries)
+    first = torch.arange(len(param), device="cpu") - torch.repeat_interleave(entries.cumsum(0) - entries, entries)
     return torch.stack([param, first * PROGRAMS], dim=1).to(torch.int32)
 
 
@@ -181,8 +181,9 @@ class Plan:
         self._held = {key: [state[key] for state in states] for key in ("step", *keys)}
         self._tensors = [tensor for row in rows for tensor in (*row.values, *row.scales)]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        self._seen: list[int] = []  # ids of the values of the optimizer's state when it was last looked through
-        table = torch.tensor([row.columns(kind) for row, kind in zip(rows, kinds, strict=True)], dtype=torch.int64)
+        self._seen: list[int] | None = None  # ids of the values of the optimizer's state when last looked through
+        columns = [row.columns(kind) for row, kind in zip(rows, kinds, strict=True)]
+        table = torch.tensor(columns, dtype=torch.int64, device="cpu")
         self.table = torch.empty_like(table, device=device)
         upload(self.table, table)
         programs = _program_map([row.chunks for row in rows], kinds)
@@ -193,7 +194,7 @@ class Plan:
         self.uploaded: list[int] = []  # what `pointers` holds: address of parameter, of gradient, of the next ...
         self.pinned: Tensor | None = None  # for a capture, during which none can be allocated
         if group["capturable"] and device.type == "cuda":
-            self.pinned = torch.empty(len(rows), 2, dtype=torch.int64, pin_memory=True)
+            self.pinned = torch.empty(len(rows), 2, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def suits(self, group: dict[str, Any], grads: list[Tensor] | None = None) -> bool:
         """Whether the options, the dtypes of the parameters and (if given) of the gradients are the plan's."""

@@ -58,11 +58,23 @@ def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
 
 
 def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """ValueError where `state` doesn't fit its parameter, or the block size and code of its group, any more."""
+    """ValueError where `state` doesn't fit its parameter, or the options of its group, any more."""
     moment = state["exp_avg"]
     where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
     if moment.shape != local(param).shape:
         raise ValueError(f"{where} has shape {tuple(moment.shape)}: the parameter was changed. Make a new optimizer.")
+    missing = [key for key in moment_keys(group) if key not in state]
+    if missing:
+        raise ValueError(
+            f"{where} lacks {missing}, its group asks for amsgrad={group['amsgrad']}. "
+            "Set amsgrad before the first step."
+        )
+    bits = 8 if isinstance(moment, Blockwise8bitTensor) else 32
+    if is_8bit(param, group) != (bits == 8):
+        raise ValueError(
+            f"{where} has {bits} bits, its group asks for state_bits={group['state_bits']} and "
+            f"min_8bit_size={group['min_8bit_size']}. Load the state with load_state_dict to convert it."
+        )
     if isinstance(moment, Blockwise8bitTensor) and moment.block_size != group["block_size"]:
         raise ValueError(
             f"{where} has blocks of {moment.block_size}, its group asks for block_size={group['block_size']}. "
@@ -147,6 +159,8 @@ def _merge_group(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, An
 def shown(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict of `optimizer` with the moments of parameters that are DTensors as such."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(map(is_dtensor, params)):
+        return state_dict  # which a hook may have made anything of
     for index, entry in state_dict["state"].items():
         if isinstance(index, int) and is_dtensor(params[index]):
             state_dict["state"][index] = {

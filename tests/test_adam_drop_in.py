@@ -1,0 +1,224 @@
+"""What users of torch.optim do with an optimizer and its groups, on each backend.
+
+Backend "triton" on the CPU runs in the interpreter, see `one_launch_helpers`.
+"""
+
+import warnings
+
+import pytest
+import torch
+from one_launch_helpers import INTERPRETED
+from torch import nn
+from torch._dynamo.utils import counters
+
+from qsub.optim import AdamW8bit
+
+NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="test_one_launch_interpreted.py runs it")
+BACKENDS = [
+    ("eager", "cpu"),
+    pytest.param("compile", "cpu", marks=pytest.mark.slow),
+    pytest.param("triton", "cpu", marks=NEEDS_INTERPRETER),
+    pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+]
+backends = pytest.mark.parametrize("backend, device", BACKENDS)
+SHAPES = [(80, 64), (33,), (70, 65)]
+
+
+def new_params(device):
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in SHAPES]
+
+
+def set_grads(params, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+
+
+# ---- Groups changed by hand ----
+
+CHANGES = {
+    "state_bits": (32, "has 8 bits, its group asks for state_bits=32"),
+    "min_8bit_size": (10**6, "has 8 bits, its group asks for state_bits=8 and min_8bit_size=1000000"),
+    "amsgrad": (True, "lacks .'max_exp_avg_sq'., its group asks for amsgrad=True"),
+    "state_code": ("nf4", "state_code must be one of"),
+    "betas": ((1.0, 0.999), r"betas\[0\] must be in \[0, 1\), got 1.0"),
+}
+
+
+@backends
+@pytest.mark.parametrize("option", CHANGES)
+def test_an_option_that_the_state_does_not_suit_is_refused(option, backend, device):
+    """Taken up by the step or refused before it changes anything: never ignored."""
+    params = new_params(device)
+    opt = AdamW8bit(params, backend=backend)
+    for step in range(2):  # the second one goes by the plan of the first
+        set_grads(params, step)
+        opt.step()
+    before = [param.detach().clone() for param in params]
+    value, text = CHANGES[option]
+    kept, opt.param_groups[0][option] = opt.param_groups[0][option], value
+    with pytest.raises(ValueError, match=text):
+        opt.step()
+    assert all(map(torch.equal, params, before))
+    if option in ("state_bits", "min_8bit_size"):
+        opt.load_state_dict(opt.state_dict())  # the remedy that the error names
+        assert type(opt.state[params[0]]["exp_avg"]) is torch.Tensor
+    else:
+        opt.param_groups[0][option] = kept
+    opt.step()
+    assert [float(opt.state[param]["step"]) for param in params] == [3, 3, 3]
+
+
+# ---- Parameters and gradients ----
+
+
+@backends
+def test_a_parameter_that_is_listed_twice_steps_twice(backend, device):
+    """As in torch.optim, which warns of it. With fp32 state as torch's steps, one parameter after the other."""
+    params, expected = new_params(device)[::2], new_params(device)[::2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "duplicate parameters"
+        opt = AdamW8bit([params[0], params[1], params[0]], backend=backend, state_bits=32)
+        fused = backend == "compile"  # torch's fused kernel counts both steps first
+        ref = torch.optim.AdamW(
+            [expected[0], expected[1], expected[0]], foreach=False if not fused else None, fused=fused
+        )
+    for step in range(3):
+        set_grads(params, step), set_grads(expected, step)
+        opt.step(), ref.step()
+    assert [float(opt.state[param]["step"]) for param in params] == [6, 3]
+    for param, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, other, rtol=0, atol=1e-6)  # a few fp32 roundings; an update is 1e-3
+
+
+class Traced(torch.Tensor):
+    """A class as users write them: every function of torch goes through it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@backends
+def test_parameters_of_a_users_class_step_as_plain_ones(backend, device):
+    params, plain = new_params(device), new_params(device)
+    params = [nn.Parameter(param.detach().as_subclass(Traced)) for param in params]
+    opt, ref = AdamW8bit(params, backend=backend), AdamW8bit(plain, backend=backend)
+    set_grads(plain, 0)
+    for param, other in zip(params, plain, strict=True):
+        param.grad = other.grad.clone().as_subclass(Traced)
+    opt.step(), ref.step()
+    for param, other in zip(params, plain, strict=True):
+        # a small one goes through torch's fused kernel if its class is plain: the last bits of an update may differ
+        torch.testing.assert_close(param.detach().as_subclass(torch.Tensor), other.detach(), rtol=2**-23, atol=1e-9)
+        assert all(not isinstance(value, Traced) for value in opt.state[param].values())
+
+
+@backends
+def test_gradients_that_are_not_of_the_parameter_are_refused(backend, device):
+    """torch.optim's operators refuse them, too; a complex one would lose its imaginary part."""
+    params = new_params(device)
+    before = params[0].detach().clone()
+    opt = AdamW8bit(params[:1], backend=backend)
+    params[0].grad_dtype = None  # any
+    params[0].grad = torch.ones(80, 64, dtype=torch.complex64, device=device)
+    with pytest.raises(TypeError, match="must be real, got torch.complex64"):
+        opt.step()
+    params[0].grad = torch.ones(80, 64, device=device)
+    params[0].data = before.view(64, 80)
+    with pytest.raises(ValueError, match=r"a gradient has shape \(80, 64\), not \(64, 80\)"):
+        opt.step()
+    assert torch.equal(params[0].view(80, 64), before)
+
+
+@backends
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_cleared_state_starts_anew(steps, backend, device):
+    params = new_params(device)
+    opt = AdamW8bit(params, backend=backend)
+    for step in range(steps):
+        set_grads(params, step)
+        opt.step()
+    opt.state.clear()
+    fresh = [nn.Parameter(param.detach().clone()) for param in params]
+    other = AdamW8bit(fresh, backend=backend)
+    set_grads(params, 9), set_grads(fresh, 9)
+    opt.step(), other.step()
+    assert all(map(torch.equal, params, fresh))
+    assert [float(opt.state[param]["step"]) for param in params] == [1, 1, 1]
+
+
+@backends
+def test_gradients_without_memory_of_their_own_values(backend, device):
+    """Zeros that forward-mode AD doesn't allocate, and views that negate when they are read."""
+    params, plain = new_params(device), new_params(device)
+    opt, ref = AdamW8bit(params, backend=backend), AdamW8bit(plain, backend=backend)
+    set_grads(plain, 0)
+    for param, other in zip(params, plain, strict=True):
+        param.grad = torch._neg_view(-other.grad)
+    opt.step(), ref.step()
+    assert all(map(torch.equal, params, plain))
+    for param, other in zip(new_params(device), new_params(device), strict=True):
+        param.grad, other.grad = torch._efficientzerotensor(param.shape, device=device), torch.zeros_like(other)
+        AdamW8bit([param], backend=backend).step(), AdamW8bit([other], backend=backend).step()
+        assert torch.equal(param, other)
+
+
+@backends
+@pytest.mark.parametrize("state_bits", [8, 32])
+def test_a_tiny_eps_is_raised_to_the_documented_least_divisor(state_bits, backend, device):
+    """The root of v is 0 for gradients of 1e-25: the update is m / 2**-63 then; m / 2**-126 would be 1e13 lr."""
+    params = [nn.Parameter(torch.zeros_like(param)) for param in new_params(device)]
+    opt = AdamW8bit(params, lr=1.0, weight_decay=0, eps=0, backend=backend, state_bits=state_bits)
+    for param in params:
+        param.grad = torch.full_like(param, 1e-25)
+    opt.step()
+    for param in params:
+        torch.testing.assert_close(param.detach(), torch.full_like(param, -1e-25 * 2.0**63), rtol=1e-5, atol=0)
+
+
+# ---- Settings of torch ----
+
+
+@backends
+def test_the_default_device_is_not_that_of_the_step(backend, device):
+    """torch.set_default_device("cuda") with parameters on the CPU, say, or "meta" to make models."""
+    results = []
+    for default in ("meta", None):
+        params = new_params(device)
+        opt = AdamW8bit(params, backend=backend, amsgrad=True)
+        for step in range(3):
+            set_grads(params, step)
+            opt.param_groups[0]["lr"] = 1e-3 * (step + 1)
+            torch.set_default_device(default)
+            try:
+                opt.step()
+            finally:
+                torch.set_default_device(None)
+        results.append(params)
+        assert {value.device.type for state in opt.state.values() for value in state.values()} <= {device, "cpu"}
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.slow
+@backends
+def test_a_compiled_step_is_the_step(backend, device):
+    """torch.compile(optimizer.step), or of a function that calls it: no graph for the step, no recompiling."""
+    torch._dynamo.reset()
+    results, calls = [], []
+    for compiled in (False, True):
+        params = new_params(device)
+        opt = AdamW8bit(params, backend=backend)
+        opt.register_step_post_hook(lambda *_: calls.append(1))
+        step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+        graphs = []
+        for number in range(10):
+            set_grads(params, number)
+            opt.param_groups[0]["lr"] = 1e-3 / (number + 1)
+            step()
+            graphs.append(counters["stats"]["unique_graphs"])
+        results.append(params)
+    assert all(map(torch.equal, *results))
+    assert len(calls) == 20
+    assert len(set(graphs)) == 1
