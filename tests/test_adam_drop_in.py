@@ -150,6 +150,17 @@ def test_a_cleared_state_starts_anew(steps, backend, device):
 
 
 @backends
+def test_gradients_stay_as_they_are_under_a_scaler(backend, device):
+    """On all paths alike, whatever the size and the bits of the state: the step divides what it reads."""
+    params = [*new_params(device), nn.Parameter(torch.ones(32, device=device))]
+    opt = AdamW8bit(params, backend=backend)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    scaler.scale(sum(param.sum() for param in params)).backward()
+    scaler.step(opt)
+    assert all(bool((param.grad == 1024).all()) for param in params)
+
+
+@backends
 def test_gradients_without_memory_of_their_own_values(backend, device):
     """Zeros that forward-mode AD doesn't allocate, and views that negate when they are read."""
     params, plain = new_params(device), new_params(device)
