@@ -117,6 +117,26 @@ def test_backward_through_a_weight_that_has_changed_is_refused(update, trainable
         y.sum().backward()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.half(),
+        lambda m: m.to("meta"),
+        lambda m: qsub.dequantize_(m),
+        lambda m: setattr(m.weight, "data", Int8RowwiseTensor.from_float(torch.ones(6, 10))),
+        lambda m: setattr(m.weight, "data", torch.ones(6, 10)),
+    ],
+)
+def test_backward_through_a_weight_that_was_moved_or_replaced_is_that_of_the_old_values(change):
+    """As with a plain weight. A graph that is still alive doesn't keep a module from being offloaded."""
+    m, x = layer(trainable=False), torch.randn(3, 10, requires_grad=True)
+    expected = torch.ones(3, 6) @ m.weight.dequantize()
+    y = m(x)
+    change(m)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_backward_after_a_step_is_refused(backend):
     """Kernels write to memory that autograd doesn't watch, of plain parameters as well."""

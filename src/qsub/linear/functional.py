@@ -16,8 +16,8 @@ class _Int8Linear(torch.autograd.Function):
     """The eager autograd node: half the overhead of the operator's own formula. Saves the codes and scales only."""
 
     @staticmethod
-    def forward(ctx, x, int_data, scale, bias, int8_activations, outlier_threshold, int8_backward, owner):
-        ctx.save_for_backward(*((int_data, scale) if owner is None else (owner,)))
+    def forward(ctx, x, int_data, scale, bias, int8_activations, outlier_threshold, int8_backward):
+        ctx.save_for_backward(int_data, scale)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.int8_backward = int8_backward
         with torch._C._AutoDispatchBelowAutograd():
@@ -25,8 +25,7 @@ class _Int8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        saved = ctx.saved_tensors
-        int_data, scale = saved if len(saved) == 2 else (saved[0].int_data, saved[0].scale)
+        int_data, scale = ctx.saved_tensors
         grad2d = _as_matrix(grad)
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -39,7 +38,7 @@ class _Int8Linear(torch.autograd.Function):
                 grad_x = grad_x.view(*grad.shape[:-1], int_data.shape[1])
         if ctx.needs_input_grad[3]:
             grad_bias = bias_gradient(grad2d, ctx.bias_dtype)
-        return grad_x, None, None, grad_bias, None, None, None, None
+        return grad_x, None, None, grad_bias, None, None, None
 
 
 def _as_matrix(x: Tensor) -> Tensor:
@@ -71,7 +70,6 @@ def int8_linear(
     activations: str | None = None,
     outlier_threshold: float | None = None,
     backward: str | None = None,
-    owner: Tensor | None = None,
 ) -> Tensor:
     """Linear layer `x @ W.T + bias` with an int8 weight, differentiable in `x` and `bias`.
 
@@ -87,8 +85,6 @@ def int8_linear(
         outlier_threshold: with "int8", input columns with a magnitude over this are multiplied in float: the 64 of
             largest magnitude at most, the others stay in int8. None for no float columns.
         backward: None for the float product of gradients, "int8" to quantize the rows of the gradient.
-        owner: the tensor with these `int_data` and `scale`, which is then kept in their place: autograd watches it, and
-            refuses a backward if it or a view of it was updated in between.
 
     Returns:
         (..., N) in the dtype of x (of autocast, where it is on).
@@ -117,7 +113,7 @@ def int8_linear(
     if torch.compiler.is_compiling():
         return _product(*arguments)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Int8Linear.apply(*arguments, owner)
+        return _Int8Linear.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _product(*arguments)
 

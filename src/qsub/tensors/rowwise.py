@@ -161,8 +161,17 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         codes, scale = math8.quantize_rows(rows, None if noise is None else self.as_rows(noise))
         self.as_rows(self.int_data).copy_(codes)
         self.scale.copy_(scale.view(self.scale.shape))
+        return self.written()
+
+    def written(self) -> "Int8RowwiseTensor":
+        """Tell autograd that the content has changed, which it doesn't see below; returns self.
+
+        A product that keeps the int8 data of this tensor, or of its base, then refuses its backward.
+        """
         if type(self.int_data) is Tensor and not self.is_inference():
-            torch.autograd.graph.increment_version(self)  # this is no operator that autograd would see
+            weight: Any = self if self._base is None else self._base
+            parts = (self.int_data, self.scale, weight.int_data, weight.scale)
+            torch.autograd.graph.increment_version((self, *parts))
         return self
 
     def as_rows(self, value: Tensor) -> Tensor:

@@ -97,7 +97,6 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             activations=weight.activations,
             outlier_threshold=weight.outlier_threshold,
             backward=weight.backward_mode,
-            owner=weight,
         )
     return _times_transposed(input, weight.t(), bias)
 

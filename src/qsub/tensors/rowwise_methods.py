@@ -30,8 +30,9 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
             )
         tensor.int_data, tensor.scale, tensor.whole_rows = value.int_data, value.scale, value.whole_rows
         return
-    with torch.no_grad():
-        tensor.detach().copy_(value)
+    with torch.no_grad():  # into new memory: a graph may have kept the old one for its backward
+        made: Any = tensor.detach().clone().copy_(value)
+    tensor.int_data, tensor.scale, tensor.whole_rows = made.int_data, made.scale, made.whole_rows
 
 
 def _share_memory_(tensor: Int8RowwiseTensor) -> Int8RowwiseTensor:
