@@ -64,7 +64,7 @@ def select(source: Source, only: tuple[str, ...] = (), skip: tuple[str, ...] = (
         if linear is None:
             reason = _unlike_linear(name, entry, bool(only)) or _tied(name, plain)
         else:
-            reason = "" if name in linear else "not the weight of a Linear alone"
+            reason = "" if name in linear else "no weight of nn.Linear, or shared with another module"
             reason = reason or ("" if entry.dtype in FLOATS else f"{entry.dtype} is no float dtype")
         if not reason and only and not _fits(name, only):
             reason = "not in --only"
