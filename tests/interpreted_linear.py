@@ -41,6 +41,17 @@ def test_modes(dtype, shape):
             assert sqnr(result, expected) > LEAST_SQNR_CODES[dtype] - 5
 
 
+@pytest.mark.parametrize("mode", [{}, {"int8_activations": True}, {"int8_activations": True, "outlier_threshold": 2.5}])
+@pytest.mark.parametrize("bias", [torch.tensor(2.0), torch.tensor([2.0])])
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_one_bias_for_all_outputs(m, bias, mode):
+    """The kernels read a bias for each output; torch broadcasts one."""
+    codes, scale = make_weight(64, 96)
+    x = torch.randn(m, 96).half()
+    expected = cuda.int8_mm(x, codes, scale, bias.reshape(1).repeat(64), **mode)
+    assert torch.equal(cuda.int8_mm(x, codes, scale, bias, **mode), expected)
+
+
 @pytest.mark.parametrize("outliers", [0, 1, 63, 64, 65, 200])
 def test_selected_columns(outliers):
     """The device picks the columns that a sort of the magnitudes picks."""

@@ -41,7 +41,7 @@ def int8_mm(
             x, int_data, scale, bias, int8_activations=int8_activations, outlier_threshold=outlier_threshold
         )
     x, int_data, scale = _rows_contiguous(x), _rows_contiguous(int_data), scale.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    bias = None if bias is None else bias.expand(int_data.shape[0]).contiguous()
     rows = x.shape[0]
     if outlier_threshold is not None:
         outliers = quantize.Outliers(x, int_data, outlier_threshold)
