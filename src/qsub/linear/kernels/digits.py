@@ -6,8 +6,9 @@ product, so each row of x becomes two digits instead:
     x[m] ~ (high[m] * 254 + low[m]) * step[m],    step[m] = max|x[m]| / (127 * 254)
 
 The remainder is at most half a step, 2**-16 of the row's largest magnitude: a small part of the rounding of the bf16
-result, unless the weight ignores inputs that are hundreds of times larger than the others. Products are exact. The weight is the left operand, of which the tensor cores take 64 rows at a time; the
-digits are the right one, of which they take as few as 8.
+result, unless the weight ignores inputs that are hundreds of times larger than the others. Products are exact. The
+weight is the left operand, of which the tensor cores take 64 rows at a time; the digits are the right one, of which
+they take as few as 8.
 """
 
 import functools
