@@ -100,7 +100,6 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         )
         self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
         self.activations, self.outlier_threshold, self.backward_mode = activations, outlier_threshold, backward_mode
-        self.updates = [0]
         return self
 
     @classmethod
@@ -204,13 +203,15 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     def like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """A tensor of other inner tensors with the remaining fields of this one, or those in `changes`."""
         made = type(self)(int_data, scale, **{**self.fields(), **changes})
-        made.trainable, made.updates = self.is_trained(), [*self.updates]
+        made.trainable = self.is_trained()
+        if self._updates is not None:
+            made._updates = [*self._updates]
         return made
 
     def view_like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """`like` for views of the inner tensors: the updates of a view count as those of the weight."""
         made = self.like(int_data, scale, **changes)
-        made.updates = self.updates
+        made._updates = self.updates
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:

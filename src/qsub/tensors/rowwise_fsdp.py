@@ -20,7 +20,14 @@ class GatheredByRows:
     # last two, and views share the last; views of whole ranges of rows and moves keep the first.
     shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
     trainable: bool = False  # made of a weight that requires grad, which a shard itself never does
-    updates: list[int]  # one number: how often it was rounded stochastically
+    _updates: list[int] | None = None  # one number, once it is asked for
+
+    @property
+    def updates(self) -> list[int]:
+        """One number: how often it was rounded stochastically. The list is that of the weight for its views, too."""
+        if self._updates is None:  # a file of an earlier version sets fields without the constructor
+            self._updates = [0]
+        return self._updates
 
     def is_trained(self) -> bool:
         """Whether an update in place is one of training. A parameter says so by itself, and may have been frozen."""
