@@ -208,13 +208,13 @@ def test_inspect_refuses_another_model(tmp_path, capsys):
     fails(capsys, 4, "'a.weight' must be a float", "inspect", tmp_path / "y.safetensors", "--original", original)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="paths")
+@pytest.mark.skipif(os.name != "posix", reason="uses /dev/null, and the text of a POSIX system")
 def test_what_cannot_be_read(capsys):
     fails(capsys, 4, "/dev/null: neither a file nor a folder", "inspect", "/dev/null")
     fails(capsys, 3, "File name too long", "inspect", "a" * 1000)
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="permissions, which root does not need")
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read and write all files")
 def test_permissions(tmp_path, capsys):
     path = write_file(tmp_path)
     path.chmod(0)
@@ -260,7 +260,7 @@ def test_the_system_refuses_to_write_in_the_middle(tmp_path):
     assert left(tmp_path) == ["x.safetensors"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is a device of Linux")
 def test_stdout_that_is_full(tmp_path):
     """The result is there by then; a message that it isn't would be false."""
     source = write_file(tmp_path)
@@ -272,7 +272,7 @@ def test_stdout_that_is_full(tmp_path):
     assert left(tmp_path) == ["x.safetensors", "y.safetensors"]
 
 
-@pytest.mark.skipif(os.name != "posix", reason="file descriptors")
+@pytest.mark.skipif(os.name != "posix", reason="closes file descriptors in a forked process")
 def test_closed_streams(tmp_path):
     source = write_file(tmp_path)
     for number in (0, 1, 2):
@@ -283,7 +283,7 @@ def test_closed_streams(tmp_path):
     assert (tmp_path / "2.safetensors").read_bytes() == (tmp_path / "0.safetensors").read_bytes()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGTERM or SIGKILL to send")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_that_was_swallowed_stops_it_all_the_same(tmp_path, capsys, monkeypatch, number, code):
     """Python drops what is raised in the callback of a weak reference, of which imports have many."""
@@ -300,7 +300,7 @@ def test_a_signal_that_was_swallowed_stops_it_all_the_same(tmp_path, capsys, mon
     assert left(tmp_path) == ["x.safetensors"] and signal.getsignal(number) is before
 
 
-@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGTERM or SIGKILL to send")
 @pytest.mark.parametrize(
     ("number", "code", "text"),
     [

@@ -172,6 +172,9 @@ def int8_mm(
 
     Returns:
         (M, N) in the dtype of `x`, accumulated in fp32 (fp64 for an fp64 input).
+
+    Raises:
+        RuntimeError: x is not floating point, the tensors are on different devices, or the bias doesn't fit.
     """
     check_operands(x, int_data, bias)
     return _mm(
@@ -198,6 +201,9 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, backwar
 
     Returns:
         (M, K) in the dtype of `grad`.
+
+    Raises:
+        RuntimeError: `grad` is not floating point, or on another device than the weight.
     """
     check_operands(grad, int_data)
     return _mm_transposed(grad, int_data, scale, int8_grad=backward is not None)
