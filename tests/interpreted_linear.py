@@ -115,6 +115,25 @@ def test_digits(monkeypatch, m, n, k, split):
     assert sqnr(result, high_only) > LEAST_SQNR_CODES[torch.float32]
 
 
+@pytest.mark.parametrize("magnitude", [1e2, 6e2, 1e4, 1e9, 1e30])
+@pytest.mark.parametrize("split", [1, 2])
+def test_digits_of_rows_with_large_inputs_that_the_weight_ignores(monkeypatch, magnitude, split):
+    """Some rows of a tile have further digits, next to others and to tiles that have none."""
+    monkeypatch.setattr(digits, "_tile", lambda *_: digits._Tile(32, 32, 64, 2, split))
+    codes, scale = make_weight(96, 272)
+    codes[:, 7:40] = 0
+    x, bias = torch.randn(70, 272), torch.randn(96) / 100
+    large = [0, 3, 17, 69]
+    x[large, 7:40] = magnitude
+    x[1], x[2, 40:] = 0.0, 0.0
+    x = x.bfloat16()
+    result = digits.digit_mm(x, codes, scale, bias)
+    expected = x.double() @ float_weight(codes, scale).t() + bias.double()
+    for row in (*large, 2, 4, 32):
+        assert sqnr(result[row], expected[row]) > LEAST_SQNR[torch.bfloat16]
+    torch.testing.assert_close(result[1].float(), bias, rtol=2**-7, atol=0)  # the interpreter cuts to bf16
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (33, 200), (64, 1024), (5, 2048)])
 def test_row_of_codes(n, k):
     (wide, scale), bias = make_weight(n, k + 8), torch.randn(n)

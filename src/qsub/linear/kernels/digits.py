@@ -6,9 +6,12 @@ product, so each row of x becomes two digits instead:
     x[m] ~ (high[m] * 254 + low[m]) * step[m],    step[m] = max|x[m]| / (127 * 254)
 
 The remainder is at most half a step, 2**-16 of the row's largest magnitude: a small part of the rounding of the bf16
-result, unless the weight ignores inputs that are hundreds of times larger than the others. Products are exact. The
-weight is the left operand, of which the tensor cores take 64 rows at a time; the digits are the right one, of which
-they take as few as 8.
+result, unless the weight ignores inputs that are hundreds of times larger than the others. So where most elements of a
+row are that small, their remainders become two more digits, with a step of their own. Only tiles with such a row read
+them, in a second pass over their part of the weight, which the first one has brought into L2.
+
+Products are exact. The weight is the left operand, of which the tensor cores take 64 rows at a time; the digits are the
+right one, of which they take as few as 8.
 """
 
 import functools
@@ -23,11 +26,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from qsub.kernel_launch import cdiv, launch, multiprocessors, next_power_of_2
 from qsub.linear.kernels.gemm import takes_descriptor
 from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
-from qsub.linear.kernels.quantize import magnitude_bits, quantize_rows, reciprocal_of_scale, round_to_int8
+from qsub.linear.kernels.quantize import magnitude_bits, quantize_rows, reciprocal_of_scale
 
 MOST_ROWS = 256
 MOST_INT8_ROWS = 64  # with int8 activations; the tiles of `gemm` are faster from there on
 LARGEST_ROW = 32768  # columns of a row that one program holds in registers
+SMALL = tl.constexpr(2.0**-9)  # of the row's largest element: what two digits hold to 2**-7 of itself
 
 
 class _Tile(NamedTuple):
@@ -40,19 +44,81 @@ class _Tile(NamedTuple):
     split: int
 
 
+@triton.jit
+def _load_row(x, columns, K):
+    return tl.load(x + columns, mask=columns < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _digits(scaled):
+    """Two digits of |scaled| <= 127 and what remains. To nearest integers, as by `quantize.round_to_int8`."""
+    high = scaled + 12582912.0
+    rest = scaled - (high - 12582912.0)
+    low = rest * 254.0 + 12582912.0
+    remaining = rest - (low - 12582912.0) * (1.0 / 254.0)
+    return high.to(tl.int32, bitcast=True).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8), remaining
+
+
+@triton.jit
+def _store_digits(scaled, codes, columns, K):
+    high, low, _ = _digits(scaled)
+    tl.store(codes + columns, high, mask=columns < K)
+    tl.store(codes + K + columns, low, mask=columns < K)
+
+
 @triton.jit(do_not_specialize=["M"])
-def quantize_digits_kernel(x, codes, step, M, K, stride_xm, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """One row into rows 2 m (high) and 2 m + 1 (low) of `codes`."""
+def quantize_digits_kernel(x, codes, step, ratio, M, K, stride_xm, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """One row into rows 2 m (high) and 2 m + 1 (low) of `codes`, and 2 M rows further the digits of what remains.
+
+    `ratio` is the step of the latter in steps of the former, 0 if there are none: their codes aren't written then.
+    """
     wait_for_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
+    x += row * stride_xm
     columns = tl.arange(0, BLOCK)
-    value = tl.load(x + row * stride_xm + columns, mask=columns < K, other=0.0).to(tl.float32)
-    scale = tl.max(magnitude_bits(value), axis=0).to(tl.float32, bitcast=True)
-    scaled = value * reciprocal_of_scale(scale)
-    high = (scaled + 12582912.0) - 12582912.0  # to the nearest integer, as `round_to_int8`
-    tl.store(codes + 2 * row * K + columns, high.to(tl.int8), mask=columns < K)
-    tl.store(codes + (2 * row + 1) * K + columns, round_to_int8((scaled - high) * 254.0), mask=columns < K)
+    value = _load_row(x, columns, K)
+    bits = magnitude_bits(value)
+    largest, exponents = tl.max(bits, axis=0), tl.sum(bits >> 23, axis=0)
+    scale = largest.to(tl.float32, bitcast=True)
+    reciprocal = reciprocal_of_scale(scale)
+    scaled = value * reciprocal
+    _store_digits(scaled, codes + 2 * row * K, columns, K)
     tl.store(step + row, scale * (1.0 / 254.0))
+    rest_scale = tl.zeros((), dtype=tl.float32)
+    if (largest >> 23) * K - exponents >= 4 * K:  # true if half of the exponents are 9 below the largest, as in zeros
+        scaled = _load_row(x, columns, K) * reciprocal  # again: to keep it in registers slows down all rows
+        small = tl.abs(scaled) < 127.0 * SMALL
+        if tl.sum(tl.where(scaled == 0.0, 0, tl.where(small, 1, -1)), axis=0) > 0:
+            _, _, remaining = _digits(scaled)
+            remaining = tl.where(small, remaining, 0.0)
+            rest_scale = tl.max(magnitude_bits(remaining), axis=0).to(tl.float32, bitcast=True)
+            scaled = remaining * reciprocal_of_scale(rest_scale)
+            _store_digits(scaled, codes + 2 * (M + row) * K, columns, K)
+    tl.store(ratio + row, rest_scale * (1.0 / 127.0))
+
+
+@triton.jit
+def _products(
+    a,
+    b,
+    first_digit,
+    first_column,
+    begin,
+    end,
+    DIGITS: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Products of BN rows of W with BD digits from `begin` to `end`, in steps of the rows of x: (BN, BD / DIGITS)."""
+    acc = tl.zeros((BN, BD), dtype=tl.int32)
+    for start in range(begin, end, BK):
+        acc = tl.dot(b.load([first_column, start]), a.load([first_digit, start]).T, acc, out_dtype=tl.int32)
+    if DIGITS == 1:
+        return acc.to(tl.float32)
+    else:
+        high, low = tl.split(tl.reshape(acc, (BN, BD // 2, 2)))
+        return high.to(tl.float32) * 254.0 + low.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -62,6 +128,7 @@ def digit_gemm_kernel(
     int_data,
     out,
     row_scale,
+    ratio,
     scale,
     bias,
     M,
@@ -83,21 +150,21 @@ def digit_gemm_kernel(
     first_column = (tl.program_id(0) % tiles_n) * BN
     slice_k = tl.cdiv(tl.cdiv(K, BK), SPLIT) * BK
     begin = tl.program_id(1) * slice_k
+    end = tl.minimum(begin + slice_k, K)
     columns = first_column + tl.arange(0, BN)
     if OVERLAP:  # the part of W that the first steps read
         depth = begin + tl.arange(0, 4) * LINE
         row = tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * stride_wn
         prefetch(int_data + row + tl.where(depth < K, depth, 0)[None, :])
     wait_for_inputs(OVERLAP)
-    acc = tl.zeros((BN, BD), dtype=tl.int32)
-    for start in range(begin, tl.minimum(begin + slice_k, K), BK):
-        acc = tl.dot(b.load([first_column, start]), a.load([tile_m * BD, start]).T, acc, out_dtype=tl.int32)
-    if DIGITS == 2:
-        high, low = tl.split(tl.reshape(acc, (BN, BM, 2)))
-        result = high.to(tl.float32) * 254.0 + low.to(tl.float32)
-    else:
-        result = acc.to(tl.float32)
     rows = tile_m * BM + tl.arange(0, BM)
+    if DIGITS == 2:
+        row_ratio = tl.load(ratio + rows, mask=rows < M, other=0.0)
+    result = _products(a, b, tile_m * BD, first_column, begin, end, DIGITS, BD, BN, BK)
+    if DIGITS == 2:
+        if tl.max(row_ratio, axis=0) > 0.0:
+            # A row without further digits has arbitrary codes there, and ratio 0.
+            result += _products(a, b, 2 * M + tile_m * BD, first_column, begin, end, 2, BD, BN, BK) * row_ratio[None, :]
     inside = (columns < N)[:, None] & (rows < M)[None, :]
     if SPLIT == 1:
         # The scale of W first: it is at most 65504, so nothing overflows before the result itself does.
@@ -187,22 +254,23 @@ def digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, in
     if int8_activations:
         count = 1
         codes, row_scale = quantize_rows(x)
+        ratio = None
     else:
         count = 2
-        codes = torch.empty(2 * m, k, device=device, dtype=torch.int8)
-        row_scale = torch.empty(m, device=device, dtype=torch.float32)
+        codes = torch.empty(4 * m, k, device=device, dtype=torch.int8)
+        row_scale, ratio = torch.empty(2, m, device=device, dtype=torch.float32).unbind()
         block = next_power_of_2(k)
         warps = min(16, max(1, block // 512))
-        arguments = (x, codes, row_scale, m, k, x.stride(0))
+        arguments = (x, codes, row_scale, ratio, m, k, x.stride(0))
         launch(quantize_digits_kernel, (m, 1, 1), arguments, (block, overlap), warps, launch_pdl=overlap)
 
     tile = _tile(count * m, n, multiprocessors(device))
     out = torch.empty(m, n, device=device, dtype=x.dtype)
     target = out if tile.split == 1 else torch.empty(tile.split * m, n, device=device, dtype=torch.float32)
-    a = TensorDescriptor(codes, [count * m, k], [k, 1], [tile.digits, tile.bk])
+    a = TensorDescriptor(codes, list(codes.shape), [k, 1], [tile.digits, tile.bk])
     b = TensorDescriptor(int_data, [n, k], [int_data.stride(0), 1], [tile.bn, tile.bk])
     grid = (cdiv(count * m, tile.digits) * cdiv(n, tile.bn), tile.split, 1)
-    arguments = (a, b, int_data, target, row_scale, scale, bias, m, n, k, int_data.stride(0))
+    arguments = (a, b, int_data, target, row_scale, ratio, scale, bias, m, n, k, int_data.stride(0))
     constants = (bias is not None, count, tile.digits, tile.bn, tile.bk, tile.split, overlap)
     launch(digit_gemm_kernel, grid, arguments, constants, 4, tile.stages, launch_pdl=overlap)
     if tile.split > 1:
