@@ -14,7 +14,7 @@ from qsub.kernel_launch import cdiv, has_tensor_copies, launch
 from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 
 MOST_ROWS = 16
-MOST_WEIGHTS = 1 << 23  # elements of a weight; for larger ones `digits` is faster, where it can be had
+MOST_WEIGHTS = 1 << 21  # elements of a weight; for larger ones `digits` is faster, where it can be had
 
 
 @triton.jit(do_not_specialize=["M"])
