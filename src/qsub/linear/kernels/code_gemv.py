@@ -84,6 +84,8 @@ def code_gemv_kernel(
     eight = tl.arange(0, BK // 8)
     pa = codes.to(tl.pointer_type(tl.int64)) + eight
     pb = first.to(tl.pointer_type(tl.int64))[:, None] + eight[None, :]
+    factor = tl.load(scale + rows, mask=rows < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
+    row_factor = tl.load(row_scale) * (1.0 / 127.0)
     acc = tl.zeros((BN, BK // 8), dtype=tl.int32)
     for start in tl.range(0, K // 8, BK // 8, num_stages=STAGES):
         if EVEN_K:
@@ -95,8 +97,7 @@ def code_gemv_kernel(
             b = tl.load(pb + start, mask=inside[None, :], other=0)
         acc = _dot8(tl.broadcast_to(a[None, :], (BN, BK // 8)), b, acc, ON_DEVICE)
     # The scale of W first: it is at most 65504, so nothing overflows before the result itself does.
-    factor = tl.load(scale + rows, mask=rows < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
-    result = (tl.sum(acc, axis=1).to(tl.float32) * factor) * (tl.load(row_scale) * (1.0 / 127.0))
+    result = (tl.sum(acc, axis=1).to(tl.float32) * factor) * row_factor
     if BIAS:
         result += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=rows < N)

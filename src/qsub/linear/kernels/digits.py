@@ -157,9 +157,15 @@ def digit_gemm_kernel(
         row = tl.where(columns < N, columns, 0).to(tl.int64)[:, None] * stride_wn
         prefetch(int_data + row + tl.where(depth < K, depth, 0)[None, :])
     wait_for_inputs(OVERLAP)
+    # What the end needs is loaded first: its latency is hidden by the products'.
     rows = tile_m * BM + tl.arange(0, BM)
     if DIGITS == 2:
         row_ratio = tl.load(ratio + rows, mask=rows < M, other=0.0)
+    if SPLIT == 1:
+        factor = tl.load(scale + columns, mask=columns < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
+        row_factor = tl.load(row_scale + rows, mask=rows < M, other=0.0) * (1.0 / 127.0)
+        if BIAS:
+            summand = tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)
     result = _products(a, b, tile_m * BD, first_column, begin, end, DIGITS, BD, BN, BK)
     if DIGITS == 2:
         if tl.max(row_ratio, axis=0) > 0.0:
@@ -168,11 +174,9 @@ def digit_gemm_kernel(
     inside = (columns < N)[:, None] & (rows < M)[None, :]
     if SPLIT == 1:
         # The scale of W first: it is at most 65504, so nothing overflows before the result itself does.
-        factor = tl.load(scale + columns, mask=columns < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
-        row_factor = tl.load(row_scale + rows, mask=rows < M, other=0.0) * (1.0 / 127.0)
         result = (result * factor[:, None]) * row_factor[None, :]
         if BIAS:
-            result += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[:, None]
+            result += summand[:, None]
     else:
         rows = tl.program_id(1) * M + rows
     tl.store(out + rows.to(tl.int64)[None, :] * N + columns[:, None], result.to(out.dtype.element_ty), mask=inside)

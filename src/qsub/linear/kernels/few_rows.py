@@ -14,7 +14,7 @@ from qsub.kernel_launch import cdiv, has_tensor_copies, launch
 from qsub.linear.kernels.overlap import LINE, overlaps, prefetch, wait_for_inputs
 
 MOST_ROWS = 16
-MOST_WEIGHTS = 1 << 21  # elements of a weight; for larger ones `digits` is faster, where it can be had
+MOST_WEIGHTS = 5 << 19  # elements of a weight; for larger ones `digits` is faster, where it can be had
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -43,6 +43,7 @@ def wide_kernel(
     depth = tl.arange(0, BK)
     px = x + rows.to(tl.int64)[:, None] * stride_xm + depth[None, :]
     pw = int_data + tl.where(columns < N, columns, 0).to(tl.int64)[None, :] * stride_wn + depth[:, None]
+    factor = tl.load(scale + columns, mask=columns < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for start in range(0, K, BK):
         if EVEN_K:
@@ -54,7 +55,6 @@ def wide_kernel(
         acc = tl.dot(value, codes.to(value.dtype), acc)
         px += BK
         pw += BK
-    factor = tl.load(scale + columns, mask=columns < N, other=0.0).to(tl.float32) * (1.0 / 127.0)
     result = acc * factor[None, :]
     if BIAS:
         result += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
