@@ -134,6 +134,25 @@ def test_digits_of_rows_with_large_inputs_that_the_weight_ignores(monkeypatch, m
     torch.testing.assert_close(result[1].float(), bias, rtol=2**-7, atol=0)  # the interpreter cuts to bf16
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of infinity times 0
+@pytest.mark.parametrize("share", [1, 300, 528])
+def test_digits_of_rows_that_are_not_finite(share):
+    """Infinity and NaN go where a float product takes them, and no other row is touched."""
+    codes, scale = make_weight(96, 528)
+    x = torch.randn(6, 528)
+    x[1, :share] = torch.inf
+    x[3, 100:102] = torch.tensor([torch.inf, -torch.inf])
+    x[4, 7] = torch.nan
+    x[5, 9] = -torch.inf
+    result = digits.digit_mm(x.bfloat16(), codes, scale, None)
+    expected = x @ float_weight(codes, scale).float().t()
+    assert sqnr(result[::2][:2], expected[::2][:2]) > LEAST_SQNR[torch.bfloat16]
+    assert not result[[1, 3]].isfinite().any() and result[4].isnan().all()
+    torch.testing.assert_close(result[5].float(), expected[5], equal_nan=True)
+    if share == 1:
+        torch.testing.assert_close(result[1].float(), expected[1], equal_nan=True)
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 8), (33, 200), (64, 1024), (5, 2048)])
 def test_row_of_codes(n, k):
     (wide, scale), bias = make_weight(n, k + 8), torch.randn(n)

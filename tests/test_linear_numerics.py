@@ -256,3 +256,18 @@ def test_few_rows_with_large_inputs_that_the_weight_ignores(device, dtype, outli
         for row in (0, 1):
             torch.testing.assert_close(int8_mm(x[row : row + 1], codes, scale)[0], result[row], rtol=0, atol=0)
     assert not result[2].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [5, 20, 150])
+def test_infinity_and_nan_go_where_a_float_product_takes_them(device, dtype, m):
+    codes, scale = make_weight(600, 1040, device)
+    x = torch.randn(m, 1040, device=device).to(dtype)
+    x[1, 3], x[2, 5], x[3, 7] = torch.inf, -torch.inf, torch.nan
+    result, expected = int8_mm(x, codes, scale), x.double() @ float_weight(codes, scale).t()
+    for row in (1, 2):
+        torch.testing.assert_close(result[row].double(), expected[row], rtol=0, atol=0, equal_nan=True)
+    assert result[3].isnan().all()
+    finite = [row for row in range(m) if row not in (1, 2, 3)]
+    assert sqnr(result[finite], expected[finite]) > LEAST_SQNR[dtype]

@@ -31,6 +31,7 @@ from qsub.linear.kernels.quantize import magnitude_bits, quantize_rows, reciproc
 MOST_ROWS = 256
 MOST_INT8_ROWS = 64  # with int8 activations; the tiles of `gemm` are faster from there on
 LARGEST_ROW = 32768  # columns of a row that one program holds in registers
+INFINITE = tl.constexpr(0x7F800000)  # bits of infinity
 SMALL = tl.constexpr(2.0**-9)  # of the row's largest element: what two digits hold to 2**-7 of itself
 
 
@@ -85,10 +86,16 @@ def quantize_digits_kernel(x, codes, step, ratio, M, K, stride_xm, BLOCK: tl.con
     _store_digits(scaled, codes + 2 * row * K, columns, K)
     tl.store(step + row, scale * (1.0 / 254.0))
     rest_scale = tl.zeros((), dtype=tl.float32)
-    if (largest >> 23) * K - exponents >= 4 * K:  # true if half of the exponents are 9 below the largest, as in zeros
-        scaled = _load_row(x, columns, K) * reciprocal  # again: to keep it in registers slows down all rows
+    # True if half of the exponents are 9 below the largest, as in zeros.
+    if (largest >> 23) * K - exponents >= 4 * K or largest == INFINITE:
+        value = _load_row(x, columns, K)  # again: to keep it in registers slows down all rows
+        scaled = value * reciprocal
         small = tl.abs(scaled) < 127.0 * SMALL
-        if tl.sum(tl.where(scaled == 0.0, 0, tl.where(small, 1, -1)), axis=0) > 0:
+        if largest == INFINITE:
+            tl.debug_barrier()
+            scaled = tl.where(tl.abs(value) < float("inf"), 0.0, tl.where(value > 0, 127.0, -127.0))
+            _store_digits(scaled, codes + 2 * row * K, columns, K)
+        elif tl.sum(tl.where(scaled == 0.0, 0, tl.where(small, 1, -1)), axis=0) > 0:
             _, _, remaining = _digits(scaled)
             remaining = tl.where(small, remaining, 0.0)
             rest_scale = tl.max(magnitude_bits(remaining), axis=0).to(tl.float32, bitcast=True)
