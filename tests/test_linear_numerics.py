@@ -159,6 +159,30 @@ def test_a_row_that_is_not_finite_stays_apart(device, mode, value):
     assert result[others].isfinite().all()
 
 
+def test_infinite_inputs_give_what_the_float_product_gives():
+    """Sign and place, also where a few rows are multiplied as digits."""
+    codes, scale = make_weight(520, 1040)
+    codes[:3] = 0
+    codes[3:6] = codes[3:6].abs().clamp(1)
+    x = torch.randn(4, 1040)
+    x[0, 5], x[1] = -float("inf"), float("inf")
+    expected = (x.double() @ float_weight(codes, scale).t()).float()
+    assert expected[1, 3] == float("inf") and expected[0, 3] == -float("inf") and expected[0, 0].isnan()
+    torch.testing.assert_close(int8_mm(x, codes, scale), expected, equal_nan=True, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_costs_other_rows_no_outlier_column(device):
+    """Its column is one of those in float, so that another row's outlier there doesn't fall back to int8."""
+    codes, scale = make_weight(64, 512, device)
+    x = torch.randn(20, 512, device=device).clamp(-5, 5)
+    x[3, 7], x[5, 7] = float("nan"), 1000.0
+    result = int8_mm(x, codes, scale, activations="int8", outlier_threshold=6.0)
+    expected = x.double() @ float_weight(codes, scale).t()
+    assert result[3].isnan().all()
+    assert sqnr(result[5], expected[5]) > 60 and sqnr(result[6], expected[6]) > 35
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", [{}, {"activations": "int8"}, {"activations": "int8", "outlier_threshold": 6.0}])
 def test_empty(device, mode):
@@ -186,6 +210,10 @@ def test_any_layout(device, mode, m):
     wide_x, wide_codes = torch.randn(m, 200, device=device), torch.zeros(96, 200, device=device, dtype=torch.int8)
     wide_x[:, 3:131], wide_codes[:, 5:133] = x, codes
     torch.testing.assert_close(int8_mm(wide_x[:, 3:131], wide_codes[:, 5:133], scale, **mode), expected)
+    same_rows = codes[:1].expand(96, 128)
+    torch.testing.assert_close(
+        int8_mm(x, same_rows, scale, **mode), int8_mm(x.contiguous(), same_rows.contiguous(), scale, **mode)
+    )
     one, bias = scale[:1].expand(96), torch.randn(192, device=device)[::2]
     torch.testing.assert_close(
         int8_mm(x, codes, one, bias, **mode), int8_mm(x, codes, one.contiguous(), bias.contiguous(), **mode)
@@ -204,6 +232,42 @@ def test_weight_only_rows_are_independent(device):
     together = int8_mm(x, codes, scale)
     for row in (0, 17, 299):
         assert sqnr(int8_mm(x[row : row + 1], codes, scale), together[row : row + 1]) > 110
+
+
+def digitless_row(k):
+    """Magnitudes of so many orders that no number of digits holds enough of them."""
+    return torch.logspace(0, -30, k)
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_few_rows_do_not_depend_on_whether_others_have_digits(m):
+    codes, scale = make_weight(520, 1040)
+    x = torch.randn(m, 1040)
+    x[0] = digitless_row(1040)
+    ordinary = int8_mm(x, codes, scale)
+    for other in (digitless_row(1040), torch.full((1040,), float("nan")), torch.zeros(1040)):
+        x[1] = other
+        result = int8_mm(x, codes, scale)
+        assert torch.equal(result[0], ordinary[0]) and torch.equal(result[2:], ordinary[2:])
+
+
+@pytest.mark.parametrize("expanded", ["rows", "columns"])
+def test_digits_of_a_weight_whose_rows_or_columns_are_one(expanded):
+    codes, scale = make_weight(520, 1040)
+    codes = codes[:1].expand(520, 1040) if expanded == "rows" else codes[:, :1].expand(520, 1040)
+    x = torch.randn(2, 1040)
+    assert sqnr(int8_mm(x, codes, scale), x.double() @ float_weight(codes, scale).t()) > LEAST_SQNR[torch.float32]
+
+
+def test_fp64_has_its_own_range():
+    """The reciprocal of a row's scale is far from fp64's limit where it would be at fp32's."""
+    codes, scale = make_weight(64, 48)
+    x, grad = 1e-200 * torch.randn(5, 48).double(), 1e-200 * torch.randn(5, 64).double()
+    expected = fake_quantize_rows(x * 1e200) @ float_weight(codes, scale).t()
+    assert sqnr(int8_mm(x, codes, scale, activations="int8") * 1e200, expected) > LEAST_SQNR_CODES[torch.float64]
+    expected = fake_quantize_rows(grad * 1e200 * scale.double() / 127) @ codes.double()
+    quantized = int8_mm_transposed(grad, codes, scale, backward="int8") * 1e200
+    assert sqnr(quantized, expected) > LEAST_SQNR_CODES[torch.float64]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -63,6 +63,45 @@ def test_finite_differences(device):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 3, 48), (2, 0, 48)])
+def test_results_can_be_changed_in_place(mode, shape):
+    """`h = layer(x); h += residual`, nn.ReLU(inplace=True): autograd must not take a result for a view."""
+    codes, scale = make_weight(64, 48)
+    grads = []
+
+    def in_place(y):
+        y[..., 3:] *= 2
+        return y.add_(1).relu_()
+
+    for change in (in_place, lambda y: (y * torch.tensor([1.0] * 3 + [2.0] * 61) + 1).relu()):
+        x = torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape).requires_grad_()
+        change(int8_linear(x, codes, scale, **mode)).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+    with torch.no_grad():
+        y = int8_linear(x, codes, scale, **mode)
+    factor = torch.ones(64, requires_grad=True)
+    y.mul_(factor).sum().backward()  # refused on a view that no_grad has made
+    assert factor.grad.shape == (64,)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(48,), (5, 48), (2, 3, 48)])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_batched_gradients(mode, shape, create_graph):
+    """is_grads_batched, and torch.autograd.functional with vectorize=True, equal one gradient at a time."""
+    codes, scale = make_weight(64, 48)
+    x, bias = torch.randn(shape, requires_grad=True), torch.randn(64, requires_grad=True)
+    y = int8_linear(x, codes, scale, bias, **mode)
+    grads = torch.randn(3, *y.shape)
+    options = {"retain_graph": True, "create_graph": create_graph}
+    batched = torch.autograd.grad(y, (x, bias), grads, is_grads_batched=True, **options)
+    single = [torch.autograd.grad(y, (x, bias), grad, **options) for grad in grads]
+    for result, expected in zip(batched, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(result, torch.stack(expected))
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_saves_codes_and_scales_only(mode, compiled):
     codes, scale = make_weight(64, 48)
@@ -182,8 +221,37 @@ def test_errors(arguments, message):
     codes, scale = make_weight(64, 48)
     with pytest.raises(ValueError, match=message):
         int8_linear(torch.randn(2, 48), codes, scale, **arguments)
+    with pytest.raises(ValueError, match=message):
+        int8_mm(torch.randn(2, 48), codes, scale, **arguments)
     with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 48\)"):
         int8_linear(torch.randn(2, 47), codes, scale)
+
+
+def test_operands_that_do_not_fit():
+    """A kernel would read past them, or take the codes of one row for those of two."""
+    codes, scale = make_weight(520, 1040)
+    x, grad = torch.randn(2, 1040), torch.randn(2, 520)
+    for bad in (torch.randn(2, 2080), torch.randn(1, 520), x[0], x.unsqueeze(0)):
+        with pytest.raises(RuntimeError, match="expected a matrix with 1040 columns for an int8 weight"):
+            int8_mm(bad, codes, scale)
+    for bad in (torch.randn(2, 1040), grad[0], grad.unsqueeze(0)):
+        with pytest.raises(RuntimeError, match="expected a matrix with 520 columns for an int8 weight"):
+            int8_mm_transposed(bad, codes, scale)
+    for weight in ((codes, scale[:1]), (codes, scale.unsqueeze(1)), (codes, scale.to("meta")), (codes.float(), scale)):
+        for product in (int8_linear, int8_mm, lambda x, *weight: int8_mm_transposed(grad, *weight)):
+            with pytest.raises(RuntimeError, match=r"expected an int8 weight of codes \(N, K\) and scales \(N,\)"):
+                product(x, *weight)
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(RuntimeError, match=f"takes a float bias, got {dtype}"):
+            int8_linear(x, codes, scale, torch.ones(520, dtype=dtype))
+
+
+def test_forward_mode_is_not_lost():
+    codes, scale = make_weight(6, 5)
+    x, bias = torch.ones(3, 5), torch.ones(6)
+    for inputs in ((x,), (x, bias)):
+        with pytest.raises(NotImplementedError, match="with an Int8RowwiseTensor"):
+            torch.func.jvp(lambda first, *rest: int8_linear(first, codes, scale, *rest), inputs, inputs)
 
 
 def test_generic_fallback_is_the_definition(monkeypatch):

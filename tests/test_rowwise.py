@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -309,3 +310,10 @@ def test_the_class_makes_a_parameter_of_a_weight_as_accelerate_asks_it_to():
 def test_the_pointer_tells_weights_apart():
     weight = Int8RowwiseTensor.from_float(torch.randn(4, 8))
     assert weight.data_ptr() == weight.detach().data_ptr() == weight.int_data.data_ptr() != weight.clone().data_ptr()
+
+
+def test_a_threshold_of_numpy_is_a_number_in_files(tmp_path):
+    """torch.load takes no NumPy scalars from metadata."""
+    model = qsub.quantize_(nn.Linear(8, 4), activations="int8", outlier_threshold=np.float32(6.0))
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    assert torch.load(tmp_path / "m.pt")["weight"].outlier_threshold == 6.0

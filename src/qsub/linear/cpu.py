@@ -79,13 +79,17 @@ def _can_multiply_codes(terms: int) -> bool:
     return has_int8_product() and terms <= MAX_INT32_TERMS
 
 
+def _not_expanded(codes: Tensor) -> Tensor:
+    return codes.contiguous() if 0 in codes.stride() else codes
+
+
 def int_product(a: Tensor, b: Tensor) -> Tensor:
     """Product of codes (M, K) @ (K, N): int32 and exact where the CPU has an int8 product, else fp32."""
     if not _can_multiply_codes(a.shape[1]) or min(b.shape) == 1:
         return reference.int_product(a, b)
     # torch._int_mm misreads vectors whose strides are those of another layout (as t() leaves them): plain strides for a
-    # single row of x, and the branch above for a weight with one row or column.
-    a = a.contiguous().view(-1).view(a.shape)
+    # single row of x, and the branch above for a weight with one row or column. And a weight with a stride of 0.
+    a, b = a.contiguous().view(-1).view(a.shape), _not_expanded(b)
     if a.shape[0] == 1 or a.shape[0] > _GEMV_ROWS or b.stride(0) != 1:
         return torch._int_mm(a, b)  # type: ignore[attr-defined]
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.int32)
@@ -99,18 +103,20 @@ def _digit_counts(x: Tensor) -> list[int | None]:
 
     Three hold an element of the largest magnitude to 2**-24, as fp32 does, and two, for bf16, to 2**-16. Elements under
     1/256 of it may be all that meets a weight that isn't 0: of an input with an outlier and weights that ignore it. If
-    they are more than one in eight, each further digit holds elements that are 254 times smaller.
+    they are more than one in eight, each further digit holds elements that are 254 times smaller. A row with NaN or Inf
+    has no digits.
     """
     least = 2 if x.dtype == torch.bfloat16 else 3
     magnitude = x.abs().to(torch.float32)
     bound = magnitude.amax(dim=-1, keepdim=True).mul_(_SMALL)
-    if max((magnitude < bound).sum(dim=-1).tolist()) * _SMALL_SHARE <= x.shape[1]:
+    bound.masked_fill_(bound.isinf(), torch.nan)  # which nothing reaches
+    if max((magnitude >= bound).logical_not_().sum(dim=-1).tolist()) * _SMALL_SHARE <= x.shape[1]:
         return [least] * x.shape[0]
     present = magnitude > 0
     some = present.sum(dim=-1)
     counts: list[int | None] = [None] * x.shape[0]
     for more in reversed(range(_MORE_DIGITS + 1)):
-        small = (present & (magnitude < bound / _DIGIT_BASE**more)).sum(dim=-1)
+        small = (present & (magnitude >= bound / _DIGIT_BASE**more).logical_not_()).sum(dim=-1)
         for row, enough in enumerate((small * _SMALL_SHARE <= some).tolist()):
             counts[row] = least + more if enough else counts[row]
     return counts
@@ -145,9 +151,10 @@ def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -
     if counts.count(counts[0]) < len(counts):  # each row by itself: its result doesn't depend on the others
         return torch.cat([_digit_mm(row, int_data, scale, bias) for row in x.split(1)])
     if counts[0] is None:
-        return _piecewise_mm(x, int_data, scale, bias)
+        return _piecewise_mm(x, int_data, scale, bias, rows_at_a_time=1)
     digits, step = _digits(x, counts[0])
     n, k = int_data.shape
+    int_data = _not_expanded(int_data)
     codes = digits.view(-1, k)  # (D * M, K)
     sums = torch.empty(codes.shape[0], n, dtype=torch.int32)
     # In pieces that stay in cache, so that W comes from memory once and not once per digit and row.
@@ -183,20 +190,24 @@ def _buffers(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return out, out if dtype == accumulate else torch.empty(rows, columns, dtype=accumulate)
 
 
-def _piecewise_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ W.T + bias`, a few rows of W at a time."""
+def _piecewise_mm(
+    x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, rows_at_a_time: int | None = None
+) -> Tensor:
+    """`x @ W.T + bias`, a few rows of W at a time. Sums are rounded by the number of rows of x at a time (None: all)."""
     n, k = int_data.shape
     a = x.to(_product_dtype(x.dtype))
     factor = (scale.to(torch.float32) / QMAX).unsqueeze(-1)  # (N, 1)
     rows = min(n, max(16, _PIECE // k))
     weight, fp32 = _buffers(rows, k, a.dtype)
     out = torch.empty(x.shape[0], n, dtype=a.dtype)
+    together = rows_at_a_time or x.shape[0]
     for start in range(0, n, rows):
         stop = min(n, start + rows)
         piece = slice(0, stop - start)
         part = weight[piece]
         _dequantize_into(part, part if weight is fp32 else fp32[piece], int_data[start:stop], factor[start:stop])
-        torch.mm(a, part.t(), out=out[:, start:stop])
+        for rows_a, rows_out in zip(a.split(together), out[:, start:stop].split(together), strict=True):
+            torch.mm(rows_a, part.t(), out=rows_out)
     if bias is not None:
         out = out.add_(bias) if out.dtype == torch.float32 else out.to(torch.float32).add_(bias)
     return out.to(x.dtype)

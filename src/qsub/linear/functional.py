@@ -2,8 +2,16 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from qsub.linear.ops import bias_gradient, check_operands, dequantize_rowwise, int8_mm, int8_mm_transposed
+from qsub.linear.ops import (
+    bias_gradient,
+    check_modes,
+    check_operands,
+    dequantize_rowwise,
+    int8_mm,
+    int8_mm_transposed,
+)
 
 # Asked once: torch.compile of torch 2.11 can't trace the question.
 AUTOCAST_DEVICES = tuple(device for device in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(device))
@@ -20,7 +28,7 @@ class _Int8Linear(torch.autograd.Function):
         ctx.save_for_backward(int_data, scale)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.int8_backward = int8_backward
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             return _product(x, int_data, scale, bias, int8_activations, outlier_threshold, int8_backward)
 
     @staticmethod
@@ -32,7 +40,7 @@ class _Int8Linear(torch.autograd.Function):
             if torch.is_grad_enabled():  # a gradient of the gradient is asked for
                 grad_x = _mm_transposed(grad2d, int_data, scale, int8_grad=ctx.int8_backward)
             else:
-                with torch._C._AutoDispatchBelowAutograd():
+                with torch._C._AutoDispatchBelowADInplaceOrView():
                     grad_x = _mm_transposed(grad2d, int_data, scale, int8_grad=ctx.int8_backward)
             if grad.dim() != 2:
                 grad_x = grad_x.view(*grad.shape[:-1], int_data.shape[1])
@@ -42,10 +50,10 @@ class _Int8Linear(torch.autograd.Function):
 
 
 def _as_matrix(x: Tensor) -> Tensor:
-    """(..., K) as (M, K). Unlike reshape(-1, K), it knows the shape when K is 0."""
+    """(..., K) as (M, K). flatten takes no batched gradients, and reshape(-1, K) no K of 0."""
     if x.dim() == 2:
         return x
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    return x.unsqueeze(0) if x.dim() == 1 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _product(x, int_data, scale, bias, int8_activations, outlier_threshold, int8_backward) -> Tensor:
@@ -92,19 +100,14 @@ def int8_linear(
     Raises:
         ValueError: if `activations` or `backward` is neither None nor "int8", if `outlier_threshold` isn't positive or
             comes without `activations="int8"`, or if the last dimension of x isn't K.
-        RuntimeError: if x is not floating point, the tensors are on different devices, or the bias isn't (N,).
+        RuntimeError: if x or the bias is not floating point, the tensors are on different devices, or the bias isn't
+            (N,).
+        NotImplementedError: for a forward-mode derivative.
     """
-    if activations not in (None, "int8"):
-        raise ValueError(f'activations must be None or "int8", got {activations!r}')
-    if backward not in (None, "int8"):
-        raise ValueError(f'backward must be None or "int8", got {backward!r}')
-    if outlier_threshold is not None and activations is None:
-        raise ValueError(f'outlier_threshold={outlier_threshold} needs activations="int8"')
-    if outlier_threshold is not None and not outlier_threshold > 0:
-        raise ValueError(f"outlier_threshold must be positive, got {outlier_threshold}")
+    check_modes(activations, outlier_threshold, backward)
     if x.dim() == 0 or x.shape[-1] != int_data.shape[1]:
         raise ValueError(f"x must have shape (..., {int_data.shape[1]}) for this weight, got {tuple(x.shape)}")
-    check_operands(x, int_data, bias)
+    check_operands(x, int_data, scale, bias)
     device = x.device.type
     if device in AUTOCAST_DEVICES and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
@@ -112,9 +115,14 @@ def int8_linear(
     arguments = (x, int_data, scale, bias, activations is not None, outlier_threshold, backward is not None)
     if torch.compiler.is_compiling():
         return _product(*arguments)
+    floats = (x,) if bias is None else (x, bias)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in floats):
+        raise NotImplementedError(
+            "forward-mode derivatives of int8_linear: call torch.nn.functional.linear with an Int8RowwiseTensor"
+        )
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _Int8Linear.apply(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         return _product(*arguments)
 
 

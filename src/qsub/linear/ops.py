@@ -91,25 +91,55 @@ torch.library.register_fake("qsub::int8_mm_transposed", _fake_mm_transposed, lib
 torch.library.register_fake("qsub::dequantize_rowwise", _fake_dequantize, lib=_LIBRARY)
 
 
-def check_operands(x: Tensor, int_data: Tensor, bias: Tensor | None = None) -> None:
+def check_operands(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None = None) -> None:
     """What torch says of a product with a float weight, and kernels that convert or read raw memory would not.
 
     Args:
         x: the float operand.
         int_data: (N, K) int8 codes.
-        bias: (N,), or one element for all outputs.
+        scale: (N,).
+        bias: (N,) float, or one element for all outputs.
 
     Raises:
-        RuntimeError: x is not floating point, the operands are on different devices, or the bias doesn't fit. (Not a
-            TypeError, which `@` would take for an operand that it doesn't know.)
+        RuntimeError: x or the bias is not floating point, the operands are on different devices, the bias doesn't fit,
+            or the weight is not int8 codes and a scale for each row. (Not a TypeError, which `@` would take for an
+            operand that it doesn't know.)
     """
     if not x.dtype.is_floating_point:
         raise RuntimeError(f"a product with an int8 weight takes a float input, got {x.dtype}: convert it first")
+    if int_data.dtype != torch.int8 or scale.shape != int_data.shape[:1] or scale.device != int_data.device:
+        raise RuntimeError(
+            "expected an int8 weight of codes (N, K) and scales (N,) on one device, got "
+            f"{int_data.dtype} {tuple(int_data.shape)} on {int_data.device} and {tuple(scale.shape)} on {scale.device}"
+        )
     if x.device != int_data.device or (bias is not None and bias.device != x.device):
         others = f"the int8 weight on {int_data.device}" + ("" if bias is None else f" and the bias on {bias.device}")
         raise RuntimeError(f"expected all tensors to be on the same device, got the input on {x.device}, {others}")
+    if bias is not None and not bias.dtype.is_floating_point:
+        raise RuntimeError(f"a product with an int8 weight takes a float bias, got {bias.dtype}: convert it first")
     if bias is not None and (bias.dim() > 1 or bias.numel() not in (1, int_data.shape[0])):
         raise RuntimeError(f"expected a bias of shape ({int_data.shape[0]},), got {tuple(bias.shape)}")
+
+
+def check_modes(activations: str | None, outlier_threshold: float | None, backward: str | None) -> None:
+    """ValueError unless the modes of a product are known and fit together."""
+    if activations not in (None, "int8"):
+        raise ValueError(f'activations must be None or "int8", got {activations!r}')
+    if backward not in (None, "int8"):
+        raise ValueError(f'backward must be None or "int8", got {backward!r}')
+    if outlier_threshold is not None and activations is None:
+        raise ValueError(f'outlier_threshold={outlier_threshold} needs activations="int8"')
+    if outlier_threshold is not None and not outlier_threshold > 0:
+        raise ValueError(f"outlier_threshold must be positive, got {outlier_threshold}")
+
+
+def _check_matrices(a: Tensor, int_data: Tensor, dim: int) -> None:
+    """RuntimeError unless `a` is a matrix with as many columns as `int_data` has along `dim`."""
+    if a.dim() != 2 or int_data.dim() != 2 or a.shape[1] != int_data.shape[dim]:
+        raise RuntimeError(
+            f"expected a matrix with {int_data.shape[dim]} columns for an int8 weight of shape "
+            f"{tuple(int_data.shape)}, got {tuple(a.shape)}"
+        )
 
 
 def bias_gradient(grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,9 +204,13 @@ def int8_mm(
         (M, N) in the dtype of `x`, accumulated in fp32 (fp64 for an fp64 input).
 
     Raises:
-        RuntimeError: x is not floating point, the tensors are on different devices, or the bias doesn't fit.
+        ValueError: a mode is not known, or doesn't fit the others.
+        RuntimeError: the shapes don't fit, x or the bias is not floating point, or the tensors are on different
+            devices.
     """
-    check_operands(x, int_data, bias)
+    check_modes(activations, outlier_threshold, backward)
+    check_operands(x, int_data, scale, bias)
+    _check_matrices(x, int_data, 1)
     return _mm(
         x,
         int_data,
@@ -203,7 +237,10 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, backwar
         (M, K) in the dtype of `grad`.
 
     Raises:
-        RuntimeError: `grad` is not floating point, or on another device than the weight.
+        ValueError: `backward` is not known.
+        RuntimeError: the shapes don't fit, or `grad` is not floating point or on another device than the weight.
     """
-    check_operands(grad, int_data)
+    check_modes(None, None, backward)
+    check_operands(grad, int_data, scale)
+    _check_matrices(grad, int_data, 0)
     return _mm_transposed(grad, int_data, scale, int8_grad=backward is not None)

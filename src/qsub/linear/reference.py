@@ -20,8 +20,8 @@ seven outlier feature dimensions in models up to 13B parameters; 64 is one tile 
 MAX_INT32_TERMS = (2**31 - 1) // QMAX**2
 """Terms of magnitude 127 * 127 that an int32 accumulator holds: longer products accumulate in float."""
 
-_SMALLEST_SCALE = 1e-30
-"""Rows whose magnitudes are all below this have a reciprocal near fp32's limit; they are coded as zero."""
+_SMALLEST_SCALE = {torch.float32: 1e-30, torch.float64: 1e-300}
+"""Rows whose magnitudes are all below this have a reciprocal near the limit of their dtype; they are coded as zero."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -41,7 +41,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.to(accumulation_dtype(x.dtype))
     scale = x.abs().amax(dim=-1)  # (M,)
-    reciprocal = torch.where(scale < _SMALLEST_SCALE, 0.0, QMAX / scale)
+    reciprocal = torch.where(scale < _SMALLEST_SCALE[x.dtype], 0.0, QMAX / scale)
     return (x * reciprocal.unsqueeze(-1)).round_().to(torch.int8), scale
 
 
@@ -58,7 +58,7 @@ def outlier_columns(x: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """
     largest = x.abs().amax(dim=0).to(accumulation_dtype(x.dtype))  # (K,)
     top = largest.topk(min(OUTLIER_COLUMNS, x.shape[1]))
-    return top.indices, top.values > threshold
+    return top.indices, ~(top.values <= threshold)  # a column with NaN is one
 
 
 def int_product(a: Tensor, b: Tensor) -> Tensor:

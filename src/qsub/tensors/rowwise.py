@@ -81,6 +81,8 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
                 "For a float weight use Int8RowwiseTensor.from_float(weight)."
             )
         check_modes(activations, outlier_threshold, backward_mode)
+        # A plain number: another one, of NumPy, would be in the metadata, which torch.load refuses.
+        outlier_threshold = None if outlier_threshold is None else float(outlier_threshold)
         fits = scale_dim is None or -int_data.dim() <= scale_dim <= -1
         if not fits or scale.shape != (() if scale_dim is None else (int_data.shape[scale_dim],)):
             raise ValueError(
