@@ -193,7 +193,7 @@ def _buffers(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 def _piecewise_mm(
     x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, rows_at_a_time: int | None = None
 ) -> Tensor:
-    """`x @ W.T + bias`, a few rows of W at a time. Sums are rounded by the number of rows of x at a time (None: all)."""
+    """`x @ W.T + bias`, a few rows of W at a time. The number of rows of x at a time (None: all) rounds sums."""
     n, k = int_data.shape
     a = x.to(_product_dtype(x.dtype))
     factor = (scale.to(torch.float32) / QMAX).unsqueeze(-1)  # (N, 1)
