@@ -189,7 +189,9 @@ def test_opcheck(device, m):
     for int8_grad in (False, True):
         grad = torch.randn(m, 64, device=device, requires_grad=True)
         torch.library.opcheck(torch.ops.qsub.int8_mm_transposed.default, (grad, codes, scale), {"int8_grad": int8_grad})
-    torch.library.opcheck(torch.ops.qsub.dequantize_rowwise.default, (codes, scale, torch.bfloat16))
+    for weight in (codes, codes.t().contiguous().t(), codes[:, ::2], codes[:1].expand(64, 48), codes[:, :0]):
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.library.opcheck(torch.ops.qsub.dequantize_rowwise.default, (weight, scale, dtype))
 
 
 def test_operators_are_differentiable_themselves():

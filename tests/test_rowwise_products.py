@@ -54,6 +54,28 @@ def test_gradient_of_a_bias_for_each_row():
     torch.testing.assert_close(biases[0].grad, biases[1].grad)
 
 
+@pytest.mark.parametrize("trainable", [False, True])
+def test_einsum_with_one_row_and_views_of_it(trainable):
+    """A layer with one output: its scale is that of all elements, whatever their shape."""
+    weight = Int8RowwiseTensor.from_float(torch.randn(1, 10), requires_grad=trainable)
+    plain = weight.dequantize().detach().requires_grad_(trainable)
+    x = X.expand(2, 3, 10)
+    for product in (
+        lambda w: torch.einsum("...k,nk->...n", x, w),
+        lambda w: torch.einsum("...k,nk->n...", x[0], w),
+        lambda w: x[..., :5] @ w.view(2, 5).t(),
+        lambda w: x[..., :2] @ w.view(2, 5),
+    ):
+        result, expected = product(weight), product(plain)
+        torch.testing.assert_close(result, expected)
+        if trainable:
+            grads = [torch.autograd.grad(y.square().sum(), w)[0] for y, w in ((result, weight), (expected, plain))]
+            torch.testing.assert_close(*grads)
+    with torch.no_grad():
+        weight.view(10, 1).fill_(2.0)
+    assert torch.equal(weight.dequantize(), torch.full((1, 10), 2.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64])
 @pytest.mark.parametrize(
     "product",

@@ -6,7 +6,6 @@ from torch import Tensor
 from qsub.kernel_launch import has_triton
 from qsub.linear import reference
 from qsub.linear.reference import MAX_INT32_TERMS
-from qsub.tensors.codes import dequantize_rows
 
 if has_triton():
     from qsub.linear.kernels import code_gemv, digits, few_rows, few_rows_backward, gemm, gemv, quantize, weight
@@ -94,5 +93,5 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
 def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Float weight (N, K) in `dtype` on CUDA."""
     if not int_data.numel() or not _use_kernels(dtype):
-        return dequantize_rows(int_data, scale, dtype)
+        return reference.dequantize(int_data, scale, dtype)
     return weight.dequantize(_rows_contiguous(int_data), scale.contiguous(), dtype)

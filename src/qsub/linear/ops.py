@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from qsub.linear import cpu, reference
-from qsub.tensors.codes import dequantize_rows
 
 _LIBRARY = torch.library.Library("qsub", "DEF")
 _LIBRARY.define(
@@ -67,7 +66,7 @@ _LIBRARY.impl("int8_mm", _on_cuda("int8_mm"), "CUDA")
 _LIBRARY.impl("int8_mm_transposed", _without_autocast("cpu", reference.int8_mm_transposed), "CompositeExplicitAutograd")
 _LIBRARY.impl("int8_mm_transposed", _without_autocast("cpu", cpu.int8_mm_transposed), "CPU")
 _LIBRARY.impl("int8_mm_transposed", _on_cuda("int8_mm_transposed"), "CUDA")
-_LIBRARY.impl("dequantize_rowwise", dequantize_rows, "CompositeExplicitAutograd")
+_LIBRARY.impl("dequantize_rowwise", reference.dequantize, "CompositeExplicitAutograd")
 _LIBRARY.impl("dequantize_rowwise", _on_cuda("dequantize"), "CUDA")
 
 

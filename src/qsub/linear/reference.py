@@ -150,3 +150,8 @@ def int8_grad_mm(grad, int_data, scale, product) -> Tensor:
     codes, row_scale = quantize_rows(folded)
     out = product(codes, int_data).to(row_scale.dtype)
     return out.mul_((row_scale / QMAX).unsqueeze(-1)).to(grad.dtype)
+
+
+def dequantize(int_data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float weight (N, K) in `dtype`, contiguous whatever the layout of the codes."""
+    return dequantize_rows(int_data.contiguous(), scale, dtype)

@@ -124,13 +124,15 @@ def _expand(func: Any, x: Int8RowwiseTensor, size: list[int], implicit: bool = F
 
 @OPS.implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _reshape(func: Any, x: Int8RowwiseTensor, size: list[int]) -> Any:
-    """View and reshape that keep the rows: dimensions of size 1 come and go (einsum, bmm)."""
+    """View and reshape that keep the rows: dimensions of size 1 come and go (einsum, bmm). One row takes any shape."""
     place = _scale_index(x)
     if list(size) == [-1] and x.dim() == 2 and x.scale_dim == -2:
         return FlatRows([x])
     target = list(torch.empty(x.shape, device="meta").view(size).shape)
     if target == list(x.shape):
         return _view(func, x, (size,), x.int_data.view(size))
+    if x.scale.numel() == 1:
+        return _view(func, x, (size,), x.int_data.view(size), scale=x.scale.view(()), scale_dim=None)
     kept = [dim for dim, length in enumerate(x.shape) if length != 1]
     new = [dim for dim, length in enumerate(target) if length != 1]
     if place not in kept or [x.shape[dim] for dim in kept] != [target[dim] for dim in new]:
