@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from hf_models import folder_of, output, tiny_batch, tiny_llama, tokens
-from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -104,6 +104,15 @@ def test_adapters_take_the_dtype_that_the_weight_shows(dtype):
     model = qsub.quantize_(tiny_llama().to(dtype))
     model = get_peft_model(model, LoraConfig(target_modules=["up_proj"]), autocast_adapter_dtype=False)
     assert layer(model).lora_A["default"].weight.dtype == dtype == output(model, tiny_batch()).dtype
+
+
+def test_adapters_that_add_to_the_result_in_place():
+    """AdaLoRA's layers do `result += ...`; in int8 as on the dequantized model, to the order of fp32 sums."""
+    config = AdaLoraConfig(target_modules=["q_proj", "up_proj"], total_step=10, init_r=4, task_type="CAUSAL_LM")
+    model = get_peft_model(qsub.quantize_(tiny_llama()), config)
+    twin = qsub.dequantize_(copy.deepcopy(model))
+    found, expected = (train(each, tiny_batch()) for each in (model, twin))
+    assert found == pytest.approx(expected, abs=1e-5) and found[-1] < found[0] - 1e-3
 
 
 # ---- Merging ----

@@ -148,6 +148,25 @@ def test_input_dtype_decides_and_nothing_warns():
     assert layer.bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize("shape", [(96,), (3, 96), (2, 3, 96)])
+def test_a_result_may_be_changed_in_place(shape, trainable, grad):
+    """As that of a float layer: `y += adapter(x)` and nn.ReLU(inplace=True), also on what no_grad has computed."""
+    layer = qsub.quantize_(nn.Linear(96, 48), trainable=trainable)
+    x, added = torch.randn(shape, requires_grad=True), torch.randn(48, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        y, z = layer(x), layer(x)
+    y += added
+    z = z + added
+    assert torch.equal(y.mul_(2).relu_(), (z * 2).relu())
+    leaves = [x, added, *(p for p in layer.parameters() if p.requires_grad)] if grad else [added]
+    for a, b in zip(
+        torch.autograd.grad(y.sum(), leaves), torch.autograd.grad((z * 2).relu().sum(), leaves), strict=True
+    ):
+        assert torch.equal(a, b) and a.any()
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_modes_give_the_same_numbers(mode):
     layer = qsub.quantize_(nn.Linear(96, 48))

@@ -176,6 +176,13 @@ def test_state_dict_is_detached_and_keeps_ties():
     assert loaded["0.weight"].int_data.data_ptr() == loaded["1.weight"].int_data.data_ptr()
 
 
+def test_other_writers_of_safetensors_are_told_what_to_do(tmp_path):
+    """safetensors itself, and by it accelerate's save_model and PEFT's save_pretrained."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    with pytest.raises(RuntimeError, match="use qsub.save_file or torch.save"):
+        safetensors.save_file({"w": Int8RowwiseTensor.from_float(torch.ones(2, 2))}, tmp_path / "w.safetensors")
+
+
 def test_a_fresh_process_loads_the_file(tmp_path):
     source = qsub.quantize_(model())
     torch.save(source.state_dict(), tmp_path / "model.pt")

@@ -255,6 +255,18 @@ def test_ties_of_int8_layers_are_saved_once(tmp_path):
         assert not any(name.startswith("lm_head") for name in file.keys())  # noqa: SIM118
 
 
+def test_weights_shared_in_another_way_are_saved_under_each_name(tmp_path):
+    """A float model like that is refused by transformers; stored once, the second name would come back at random."""
+    model = tiny_llama()
+    first, second = (layer.mlp for layer in model.model.layers)
+    second.up_proj.weight = first.up_proj.weight
+    model.lm_head.weight = model.model.embed_tokens.weight  # though the config says that they aren't tied
+    qsub.quantize_(model).save_pretrained(tmp_path)
+    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert equal_state(again, model) and not report["missing_keys"] and not report["unexpected_keys"]
+    assert first.up_proj.weight is second.up_proj.weight
+
+
 # ---- And back ----
 
 

@@ -241,3 +241,4 @@ def test_share_memory_works_across_processes():
 def test_memory_is_told_as_it_is():
     weight = Int8RowwiseTensor.from_float(torch.zeros(8, 16))
     assert weight.nbytes == 8 * 16 + 8 * 2
+    assert weight.element_size() == weight.itemsize == 1

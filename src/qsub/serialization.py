@@ -67,8 +67,13 @@ def describe(tensor: Tensor) -> dict[str, Any]:
     return {"class": type(tensor).__name__, "dtype": str(tensor.dtype).removeprefix("torch."), **fields}
 
 
-def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The plain tensors that a file stores of a state dict, and its header, an object for JSON. Errors: `save_file`."""
+def flatten_state_dict(state_dict: Mapping[str, Any], share: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The plain tensors that a file stores of a state dict, and its header, an object for JSON. Errors: `save_file`.
+
+    Args:
+        state_dict: names to tensors.
+        share: store a tensor of several names once. False for readers that don't look into the header for them.
+    """
     plain: dict[str, Tensor] = {}
     header: dict[str, Any] = {"version": VERSION, "tensors": {}, "shared": {}}
     seen: dict[tuple[Any, ...], str] = {}
@@ -78,7 +83,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Tensor]
             raise TypeError(f"{name!r} is a {type(tensor).__name__}: a safetensors file holds tensors only")
         if tensor.device.type == "meta":
             raise ValueError(f"{name!r} is on the meta device and has no data to save")
-        identity = _identity(tensor)
+        identity = _identity(tensor) if share else None
         if identity is not None and identity in seen:
             header["shared"][name] = seen[identity]
             continue

@@ -180,7 +180,8 @@ class QsubHfQuantizer(HfQuantizer):
 
             state_dict = modeling.get_state_dict_offloaded_model(model)
         tied = model.all_tied_weights_keys
-        plain, header = flatten_state_dict({name: value for name, value in state_dict.items() if name not in tied})
+        state_dict = {name: value for name, value in state_dict.items() if name not in tied}
+        plain, header = flatten_state_dict(state_dict, share=False)  # from_pretrained knows no other ties
         return plain, {HEADER: json.dumps(header)}
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -150,7 +150,8 @@ def _times_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         )
     rows = x if x.dim() == 2 else x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)  # reshape(-1, 0) is refused
     result = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
-    return result.reshape(*x.shape[:-1], weight.shape[1]) if x.dim() != 2 else result
+    # No view to autograd, as in torch's matmul: what is computed under no_grad may be changed in place afterwards.
+    return result if x.dim() == 2 else aten._unsafe_view(result, (*x.shape[:-1], weight.shape[1]))
 
 
 FUNCTIONS[torch.nn.functional.linear] = linear

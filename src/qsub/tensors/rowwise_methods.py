@@ -52,6 +52,15 @@ def _no_pointer(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+def _no_storage(tensor: Tensor) -> Any:
+    """`storage()`, by which other writers of safetensors files look for shared memory."""
+    raise RuntimeError(
+        "an Int8RowwiseTensor consists of two tensors and has no storage of its own, so other writers of safetensors "
+        "files can't take it: use qsub.save_file or torch.save (with accelerate and PEFT safe_serialization=False), or "
+        "call .dequantize() first"
+    )
+
+
 def _data_ptr(tensor: Int8RowwiseTensor) -> int:
     """That of the codes. accelerate tells tied weights by it: torch would say 0 for all, as if they were one.
 
@@ -82,7 +91,9 @@ FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.share_memory_] = _share_memory_
 FUNCTIONS[Tensor.is_shared] = _is_shared
 FUNCTIONS[Tensor.numpy] = _no_pointer
+FUNCTIONS[Tensor.storage] = _no_storage
 FUNCTIONS[Tensor.data_ptr] = _data_ptr
+FUNCTIONS[Tensor.element_size] = FUNCTIONS[Tensor.itemsize.__get__] = lambda tensor: 1  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.nbytes.__get__] = lambda tensor: tensor.int_data.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.__array__] = _no_pointer
 FUNCTIONS[Tensor.__format__] = lambda tensor, spec: format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
