@@ -13,7 +13,7 @@ import transformers
 from hf_models import tiny_batch, tiny_llama
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import qsub
 from qsub import QsubConfig
@@ -86,6 +86,17 @@ def test_a_name_to_skip_that_no_layer_has(tmp_path):
     config = QsubConfig(skip=["lm_head"])
     load(tmp_path, quantization_config=config).save_pretrained(tmp_path / "int8")
     assert int8_weights(load(tmp_path / "int8").model)  # a saved list may name more than a part of the model has
+
+
+def test_a_model_without_a_weight_to_quantize(tmp_path):
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16)).save_pretrained(tmp_path / "gpt2")
+    tiny_llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no weight to quantize: no nn.Linear"):
+        load(tmp_path / "gpt2", quantization_config=QsubConfig())
+    with pytest.raises(ValueError, match="or in skip. Load it without quantization_config"):
+        load(tmp_path / "llama", quantization_config=QsubConfig(skip=["layers", "lm_head"]))
+    model = load(tmp_path / "gpt2", quantization_config=QsubConfig(embeddings=True))
+    assert len(int8_weights(model)) == 2 and model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_an_option_of_a_later_version(saved):
@@ -196,7 +207,7 @@ def test_any_order_of_imports_will_do(saved, order):
     code = f"""
 {_ORDERS[order]}
 import sys
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert type(model.lm_head.weight).__name__ == "Int8RowwiseTensor"
 assert not [finder for finder in sys.meta_path if "qsub" in type(finder).__module__]

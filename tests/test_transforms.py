@@ -146,6 +146,25 @@ def test_averaged_model():
     assert abs(moved.item() - 0.5) < 0.02  # a code is about .01
 
 
+def test_an_average_in_float_follows_int8_weights_and_one_in_int8_does_not():
+    """As docs/integrations.md says: a thousandth of the way is far under half a code."""
+    m = model(trainable=True, dtype=torch.float32)
+    start = m[0].weight.detach().dequantize()
+    copies = [twin(m), copy.deepcopy(m).requires_grad_(False)]
+    in_float, in_int8 = (AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.999)) for each in copies)
+    for average in (in_float, in_int8):
+        average.update_parameters(m)  # the first one copies
+    with torch.no_grad():
+        m[0].weight.add_(torch.randn_like(m[0].weight) * 0.1)
+    expected = start.clone()
+    for _ in range(300):
+        for average in (in_float, in_int8):
+            average.update_parameters(m)
+        expected.lerp_(m[0].weight.detach().dequantize(), 0.001)
+    torch.testing.assert_close(in_float.module[0].weight.detach(), expected)
+    assert (in_int8.module[0].weight.dequantize() - expected).norm() > 0.5 * (expected - start).norm()
+
+
 def test_hooks_and_requires_grad():
     m = model(trainable=True, dtype=torch.float32)
     seen = []

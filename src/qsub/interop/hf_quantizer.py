@@ -100,6 +100,11 @@ class QsubHfQuantizer(HfQuantizer):
         for name, source in model.all_tied_weights_keys.items():  # a tie to a module that stays float is kept
             if not {name, source} <= names:
                 names -= {name, source}
+        if not names and not self.pre_quantized:
+            raise ValueError(
+                f"{type(model).__name__} has no weight to quantize: no nn.Linear, or all are tied to an embedding or "
+                "in skip. Load it without quantization_config."
+            )
         self.targets = names
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
         if self.pre_quantized and checkpoint_files:
