@@ -4,8 +4,9 @@ What each case uses, fastest first (4096 x 4096, benchmarks/results has the time
 
 | mode | rows | product |
 |---|---|---|
-| weight only | up to `_DIGIT_ROWS` | rows of x as two or more int8 digits each, int8 x int8 one row at a time |
-| weight only | more | W dequantized piece by piece into a buffer that stays in cache, then the float product |
+| weight only | bf16: up to `_BF16_ROWS` | rows of x as two or more int8 digits each, int8 x int8 (`cpu_digits`) |
+| weight only | other dtypes: any | the same with three or more |
+| weight only | bf16: more; small weights: any | W dequantized in pieces that stay in cache, then the float product |
 | int8 activations | up to `_GEMV_ROWS` | int8 x int8 one row at a time |
 | int8 activations | more | int8 x int8 |
 
@@ -19,14 +20,12 @@ import functools
 import torch
 from torch import Tensor
 
-from qsub.linear import reference
+from qsub.linear import cpu_digits, reference
 from qsub.linear.reference import MAX_INT32_TERMS, QMAX
 
 _GEMV_ROWS = 8
-_DIGIT_ROWS = 4
 _DIGIT_WEIGHTS = 1 << 18  # elements of W: for fewer, converting them costs less than splitting x
-_DIGIT_BASE = 2 * QMAX  # a remainder of half a step is the next digit's full range
-_SMALL, _SMALL_SHARE, _MORE_DIGITS = 2.0**-8, 8, 3  # see _digit_counts
+_BF16_ROWS = 32  # with more rows bf16 products are faster than those of digits
 _PIECE = 1 << 20  # elements of W dequantized at a time: 4 MiB of fp32
 
 
@@ -59,10 +58,16 @@ def int8_mm(
         return reference.int8_activation_mm(x, int_data, scale, bias, outlier_threshold, int_product)
     if x.dtype == torch.float64:
         return reference.int8_mm(x, int_data, scale, bias)
-    few_rows = x.shape[0] <= _DIGIT_ROWS and int_data.numel() >= _DIGIT_WEIGHTS
-    if few_rows and _can_multiply_codes(x.shape[1]):
-        return _digit_mm(x, int_data, scale, bias)
-    return _piecewise_mm(x, int_data, scale, bias)
+
+    def float_mm(x: Tensor, rows_at_a_time: int) -> Tensor:
+        return _piecewise_mm(x, int_data, scale, bias, rows_at_a_time)
+
+    if not _by_digits(x, int_data):
+        return float_mm(x, x.shape[0])
+    int_data = _not_expanded(int_data)
+    if x.shape[0] <= cpu_digits.MOST_FEW_ROWS:
+        return cpu_digits.few_rows_mm(x, int_data, scale, bias, float_mm)
+    return cpu_digits.many_rows_mm(x, int_data.t(), float_mm, out_factor=scale.to(torch.float32) / QMAX, bias=bias)
 
 
 def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_grad: bool = False) -> Tensor:
@@ -72,7 +77,20 @@ def int8_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, *, int8_gr
         return empty
     if int8_grad:
         return reference.int8_grad_mm(grad, int_data, scale, int_product)
-    return _piecewise_mm_transposed(grad, int_data, scale)
+
+    def float_mm(grad: Tensor, rows_at_a_time: int) -> Tensor:
+        return _piecewise_mm_transposed(grad, int_data, scale, rows_at_a_time)
+
+    if not _by_digits(grad, int_data):
+        return float_mm(grad, grad.shape[0])
+    return cpu_digits.many_rows_mm(grad, _not_expanded(int_data), float_mm, in_factor=scale.to(torch.float32) / QMAX)
+
+
+def _by_digits(x: Tensor, int_data: Tensor) -> bool:
+    """Whether the digits of x (M, T) are multiplied by W faster than x itself is."""
+    if x.dtype == torch.float64 or int_data.numel() < _DIGIT_WEIGHTS or not _can_multiply_codes(x.shape[1]):
+        return False
+    return x.dtype != torch.bfloat16 or x.shape[0] <= _BF16_ROWS or not _has_bf16_product()
 
 
 def _can_multiply_codes(terms: int) -> bool:
@@ -98,81 +116,6 @@ def int_product(a: Tensor, b: Tensor) -> Tensor:
     return out
 
 
-def _digit_counts(x: Tensor) -> list[int | None]:
-    """How many digits each row of x needs, or None if a few more don't do.
-
-    Three hold an element of the largest magnitude to 2**-24, as fp32 does, and two, for bf16, to 2**-16. Elements under
-    1/256 of it may be all that meets a weight that isn't 0: of an input with an outlier and weights that ignore it. If
-    they are more than one in eight, each further digit holds elements that are 254 times smaller. A row with NaN or Inf
-    has no digits.
-    """
-    least = 2 if x.dtype == torch.bfloat16 else 3
-    magnitude = x.abs().to(torch.float32)
-    bound = magnitude.amax(dim=-1, keepdim=True).mul_(_SMALL)
-    bound.masked_fill_(bound.isinf(), torch.nan)  # which nothing reaches
-    if max((magnitude >= bound).logical_not_().sum(dim=-1).tolist()) * _SMALL_SHARE <= x.shape[1]:
-        return [least] * x.shape[0]
-    present = magnitude > 0
-    some = present.sum(dim=-1)
-    counts: list[int | None] = [None] * x.shape[0]
-    for more in reversed(range(_MORE_DIGITS + 1)):
-        small = (present & (magnitude >= bound / _DIGIT_BASE**more).logical_not_()).sum(dim=-1)
-        for row, enough in enumerate((small * _SMALL_SHARE <= some).tolist()):
-            counts[row] = least + more if enough else counts[row]
-    return counts
-
-
-def _digits(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of x as fixed-point numbers of `count` int8 digits, the highest first.
-
-        x[m] = (digits[0, m] * 254**2 + digits[1, m] * 254 + digits[2, m]) * step[m]        with three
-
-    The remainder is at most half a step.
-
-    Returns:
-        `digits` (D, M, K) int8 and `step` (M,) fp64.
-    """
-    rest = x.to(torch.float64)
-    unit = rest.abs().amax(dim=-1, keepdim=True).div_(QMAX)  # (M, 1)
-    unit.masked_fill_(unit == 0, 1.0)
-    digits = torch.empty(count, *x.shape, dtype=torch.int8)
-    for position in range(count):
-        digit = (rest / unit).round_()
-        digits[position] = digit
-        if position < count - 1:
-            rest = rest.addcmul(digit, unit, value=-1)
-            unit = unit / _DIGIT_BASE
-    return digits, unit.squeeze(-1)
-
-
-def _digit_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Weight-only product of a few rows, on exact int8 products of the digits of x."""
-    counts = _digit_counts(x)
-    if counts.count(counts[0]) < len(counts):  # each row by itself: its result doesn't depend on the others
-        return torch.cat([_digit_mm(row, int_data, scale, bias) for row in x.split(1)])
-    if counts[0] is None:
-        return _piecewise_mm(x, int_data, scale, bias, rows_at_a_time=1)
-    digits, step = _digits(x, counts[0])
-    n, k = int_data.shape
-    int_data = _not_expanded(int_data)
-    codes = digits.view(-1, k)  # (D * M, K)
-    sums = torch.empty(codes.shape[0], n, dtype=torch.int32)
-    # In pieces that stay in cache, so that W comes from memory once and not once per digit and row.
-    rows = max(1, 8 * _PIECE // k)
-    for start in range(0, n, rows):
-        piece = int_data[start : start + rows].t()
-        for row in range(codes.shape[0]):
-            out = sums[row : row + 1, start : start + rows]
-            torch._int_mm(codes[row : row + 1], piece, out=out)  # type: ignore[attr-defined]
-    out, *lower = sums.view(-1, x.shape[0], n).to(torch.float64).unbind()
-    for digit in lower:
-        out.mul_(_DIGIT_BASE).add_(digit)
-    out.mul_((step / QMAX).unsqueeze(-1)).mul_(scale)
-    if bias is not None:
-        out.add_(bias)
-    return out.to(x.dtype)
-
-
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype that the float product of an input of `dtype` runs in: fp16 products on CPU are slower than fp32 ones."""
     return torch.float32 if dtype == torch.float16 or (dtype == torch.bfloat16 and not _has_bf16_product()) else dtype
@@ -190,30 +133,32 @@ def _buffers(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return out, out if dtype == accumulate else torch.empty(rows, columns, dtype=accumulate)
 
 
-def _piecewise_mm(
-    x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, rows_at_a_time: int | None = None
-) -> Tensor:
-    """`x @ W.T + bias`, a few rows of W at a time. The number of rows of x at a time (None: all) rounds sums."""
+def _mm_by_rows(a: Tensor, b: Tensor, out: Tensor, rows_at_a_time: int) -> None:
+    """`out = a @ b`. The number of rows that are multiplied together decides how their sums are rounded."""
+    for rows, result in zip(a.split(rows_at_a_time), out.split(rows_at_a_time), strict=True):
+        torch.mm(rows, b, out=result)
+
+
+def _piecewise_mm(x: Tensor, int_data: Tensor, scale: Tensor, bias: Tensor | None, rows_at_a_time: int) -> Tensor:
+    """`x @ W.T + bias`, a few rows of W at a time."""
     n, k = int_data.shape
     a = x.to(_product_dtype(x.dtype))
     factor = (scale.to(torch.float32) / QMAX).unsqueeze(-1)  # (N, 1)
     rows = min(n, max(16, _PIECE // k))
     weight, fp32 = _buffers(rows, k, a.dtype)
     out = torch.empty(x.shape[0], n, dtype=a.dtype)
-    together = rows_at_a_time or x.shape[0]
     for start in range(0, n, rows):
         stop = min(n, start + rows)
         piece = slice(0, stop - start)
         part = weight[piece]
         _dequantize_into(part, part if weight is fp32 else fp32[piece], int_data[start:stop], factor[start:stop])
-        for rows_a, rows_out in zip(a.split(together), out[:, start:stop].split(together), strict=True):
-            torch.mm(rows_a, part.t(), out=rows_out)
+        _mm_by_rows(a, part.t(), out[:, start:stop], rows_at_a_time)
     if bias is not None:
         out = out.add_(bias) if out.dtype == torch.float32 else out.to(torch.float32).add_(bias)
     return out.to(x.dtype)
 
 
-def _piecewise_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor) -> Tensor:
+def _piecewise_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor, rows_at_a_time: int) -> Tensor:
     """`grad @ W`, a few columns of W at a time, so that every sum is completed in one product."""
     n, k = int_data.shape
     a = grad.to(_product_dtype(grad.dtype))
@@ -224,5 +169,5 @@ def _piecewise_mm_transposed(grad: Tensor, int_data: Tensor, scale: Tensor) -> T
         stop = min(k, start + columns)
         weight, fp32 = _buffers(n, stop - start, a.dtype)
         _dequantize_into(weight, fp32, int_data[:, start:stop], factor)
-        torch.mm(a, weight, out=out[:, start:stop])
+        _mm_by_rows(a, weight, out[:, start:stop], rows_at_a_time)
     return out.to(grad.dtype)
