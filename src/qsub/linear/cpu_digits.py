@@ -26,7 +26,7 @@ _SMALLEST_ROW = 1e-30  # largest magnitude of a row whose reciprocal is an fp32 
 _PIECE = 1 << 23  # elements of W multiplied by a few rows at a time
 _BLOCK, _SUMS = 512, 1 << 24  # rows of x whose digits are multiplied at a time, and sums of more than 64 rows
 _FLOAT_ROWS = 32  # rows that are multiplied together in float
-_CACHED = 1 << 16  # elements of x or of the result that a thread works on at a time: 256 KiB of fp32
+_CACHED = 1 << 17  # elements of x or of the result that a thread works on at a time: 512 KiB of fp32
 
 FloatProduct = Callable[[Tensor, int], Tensor]
 """The product of some rows of x in float, so many of them together as the second argument says."""
@@ -125,12 +125,14 @@ def many_rows_mm(
     out = torch.empty(m, columns, dtype=x.dtype)
     in_float = []
     rows = min(m, max(64, min(_BLOCK, _SUMS // (count * columns))))
+    codes = torch.empty(count * rows, terms, dtype=torch.int8)
+    sums = torch.empty(count * rows, columns, dtype=torch.int32)
+    step = torch.empty(rows, 1)
     for block, result in zip(x.split(rows), out.split(rows), strict=True):
-        codes = torch.empty(count, *block.shape, dtype=torch.int8)
-        step = torch.empty(block.shape[0], 1)
-        in_float.append(_store_digits(block, in_factor, codes, step))
-        sums = torch._int_mm(codes.view(-1, terms), weight)  # type: ignore[attr-defined]
-        _store_result(sums.view(count, -1, columns), step, out_factor, bias, result)
+        n = block.shape[0]
+        in_float.append(_store_digits(block, in_factor, codes[: count * n].view(count, n, terms), step))
+        torch._int_mm(codes[: count * n], weight, out=sums[: count * n])  # type: ignore[attr-defined]
+        _store_result(sums[: count * n].view(count, n, columns), step, out_factor, bias, result)
     index = torch.cat(in_float).nonzero().squeeze(1)
     if index.numel():
         rest = torch.nn.functional.pad(x[index], (0, 0, 0, -index.numel() % _FLOAT_ROWS))
