@@ -153,10 +153,9 @@ class Adam8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             check_group(group)
             params: list[Tensor] = group["params"]
-            grads: list[Any] = [p.grad for p in params]
-            if not all(grad is not None for grad in grads):
-                params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-                grads = [grad for grad in grads if grad is not None]
+            grads = [grad for p in params if (grad := p.grad) is not None]
+            if len(grads) < len(params):
+                params = [p for p in params if p.grad is not None]
             if {grad.layout for grad in grads} - {torch.strided}:
                 name = type(self).__name__
                 raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
@@ -171,7 +170,7 @@ class Adam8bit(torch.optim.Optimizer):
     def _step_again(self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> bool:
         """Step by one launch, if the group is as it was in the last step; this is what most steps are."""
         plan = self._launches and self._launches.repeated(index, group, self.state, params, grads)
-        if not plan:
+        if not plan or any(map(Tensor.is_neg, grads)):
             return False
         self._check_capture(group, plan.device)
         if plan.sharded:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from qsub.kernel_launch import has_triton
 from qsub.optim import step as definition
@@ -83,6 +84,7 @@ def _variant(kind: str, variant: tuple[Any, ...]) -> Callable[..., None]:
 
 
 @functools.cache
+@torch.inference_mode(False)  # what is kept serves later steps, too
 def _tables(device: torch.device) -> Tensor:
     """The tables of the dynamic code on `device`: uploading them each step would wait for it."""
     return dynamic_tables(device)
@@ -92,6 +94,7 @@ _marked: set[Callable[..., None]] = set()
 
 
 @functools.lru_cache(maxsize=1024)
+@torch.inference_mode(False)
 def _cpu_offset(blocks: int) -> Tensor:
     return torch.tensor(blocks, device="cpu")
 
@@ -139,15 +142,22 @@ def run_step(
     options: tuple[Any, ...] = (decoupled, stochastic_round)
     if kind == "8bit" and state_code == "dynamic":
         options += (_tables(param.device),)
-    if backend == "compile":
+    # Under a mode (FlopCounterMode, say) torch.compile refuses, and would never compile the function again.
+    compiled = backend == "compile" and _get_current_dispatch_mode() is None
+    if compiled:
         dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
         function = _variant(kind, (decoupled, stochastic_round, len(options), *dtypes))
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):
         chunk = tensors if size >= blocks else tuple(_slice(x, slice(start, start + size)) for x in tensors)
-        if backend == "compile" and function not in _marked and chunk[0].shape[0] > 1:
+        if compiled and function not in _marked and chunk[0].shape[0] > 1:
             _marked.add(function)  # one marked call makes the graph dynamic; marks cost a tenth of a small step
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
-        function(*chunk, *scalars, _offset(first_block + start, param.device), *options)
+        arguments = (*chunk, *scalars, _offset(first_block + start, param.device), *options)
+        try:
+            function(*arguments)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # by settings of torch (autocast, default dtype), not shapes
+            with torch._dynamo.config.patch(recompile_limit=1 << 10, accumulated_recompile_limit=1 << 12):
+                function(*arguments)

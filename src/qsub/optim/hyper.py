@@ -36,6 +36,7 @@ class HyperTensor:
         device: where the step runs.
     """
 
+    @torch.inference_mode(False)  # it outlives a step that is taken in that mode
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(N_HYPER, dtype=torch.float32, device=device)
         self.seed = torch.zeros((), dtype=torch.int32, device=device)

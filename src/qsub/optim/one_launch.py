@@ -89,6 +89,7 @@ class OneLaunch:
         if plan is not None:
             known = dict(zip(plan.ids, plan.grad_dtypes, strict=True))
             same = all(known.get(ident) == dtype for ident, dtype in dtypes.items())
+            same = same and (len(dtypes) < len(known) or list(dtypes) == plan.ids)  # all of them only in its order
             if same and plan.suits(group) and plan.is_current(all_states):
                 return plan
             # Keep those that have no gradient this time: gradients that come and go need no new plan.
@@ -111,7 +112,8 @@ class OneLaunch:
                 "the tables of this step must exist before a CUDA graph is captured: take at least one step with the "
                 "same parameters, gradients and state outside of the capture first"
             )
-        plan = Plan(params, dtypes, [all_states[p] for p in params], group, index, self._unaligned)
+        with torch.inference_mode(False):  # the plan outlives a step that is taken in that mode
+            plan = Plan(params, dtypes, [all_states[p] for p in params], group, index, self._unaligned)
         self._plans[index][device] = plan
         return plan
 
@@ -173,6 +175,9 @@ class OneLaunch:
         pointers = _pointers(plan, params, grads, values)
         table = plan.pointers
         if pointers != plan.uploaded or _capturing(plan.device):
+            if not all(pointers[1::2]) and any(map(Tensor._is_zerotensor, grads)):  # zeros that are not in memory
+                grads = [grad.clone() if grad._is_zerotensor() else grad for grad in grads]
+                pointers = _pointers(plan, params, grads, values)
             if not self._fits(plan, pointers):
                 covers = plan.covers_group
                 plan = self._make((plan.index, plan.device), group, all_states, plan.params, plan.grad_dtypes)
@@ -237,7 +242,7 @@ def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dic
     """Address of each parameter of the plan and of its gradient (0: it has none), one after the other."""
     pointers = [0] * (2 * len(plan.ids))
     parts = map(local, params) if plan.sharded else params
-    if list(map(id, params)) == plan.ids:
+    if len(params) == len(plan.ids):
         pointers[::2] = map(Tensor.data_ptr, parts)
         pointers[1::2] = map(Tensor.data_ptr, grads)
         for slot in plan.empty:
@@ -245,7 +250,8 @@ def _pointers(plan: Plan, params: list[Tensor], grads: list[Tensor], values: dic
     else:
         for param, part, grad in zip(params, parts, grads, strict=True):
             slot = plan.slots[id(param)]
-            pointers[2 * slot], pointers[2 * slot + 1] = part.data_ptr(), grad.data_ptr() or _NOWHERE
+            pointers[2 * slot] = part.data_ptr()
+            pointers[2 * slot + 1] = grad.data_ptr() if part.numel() else _NOWHERE
     for slot, value in values.items():
         pointers[2 * slot] = value.data_ptr()
     return pointers

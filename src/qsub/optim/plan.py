@@ -156,6 +156,8 @@ class Plan:
         self.covers_group = False  # the last step was for all of these, and for no other parameter of the group
         self._forms = [_form(part) for part in parts]
         self._dtypes = [param.dtype for param in params]
+        self._sizes = [part.numel() for part in parts]
+        self._contiguous = [part.is_contiguous() for part in parts]
         self._options = _options(group)
         keys, block_size = moment_keys(group), group["block_size"]
         self.blocks = max(1, _TILE // block_size)
@@ -197,10 +199,16 @@ class Plan:
             self.pinned = torch.empty(len(rows), 2, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def suits(self, group: dict[str, Any], grads: list[Tensor] | None = None) -> bool:
-        """Whether the options, the dtypes of the parameters and (if given) of the gradients are the plan's."""
+        """Whether the options, the dtypes of the parameters and (if given) of the gradients are the plan's.
+
+        So must be what the kernel would read and write too much or in the wrong order of, were `.data` another view.
+        """
+        parts = list(map(local, self.params)) if self.sharded else self.params
         return (
             _options(group) == self._options
             and [param.dtype for param in self.params] == self._dtypes
+            and list(map(Tensor.numel, parts)) == self._sizes
+            and list(map(Tensor.is_contiguous, parts)) == self._contiguous
             and (grads is None or [grad.dtype for grad in grads] == self.grad_dtypes)
         )
 

@@ -64,7 +64,7 @@ def adam_step(
     else:
         grad = grad + hyper[WEIGHT_DECAY] * param.float()
     exp_avg = hyper[BETA1] * exp_avg + hyper[ONE_MINUS_BETA1] * grad  # not a lerp, which beta1 = 0 makes inexact
-    exp_avg_sq = hyper[BETA2] * exp_avg_sq + hyper[ONE_MINUS_BETA2] * (grad * grad)
+    exp_avg_sq = hyper[BETA2] * exp_avg_sq + (hyper[ONE_MINUS_BETA2] * grad) * grad
     second = exp_avg_sq
     if max_exp_avg_sq is not None:
         max_exp_avg_sq = second = torch.maximum(max_exp_avg_sq, exp_avg_sq)
