@@ -158,6 +158,7 @@ def run_step(
         arguments = (*chunk, *scalars, _offset(first_block + start, param.device), *options)
         try:
             function(*arguments)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:  # by settings of torch (autocast, default dtype), not shapes
+        except torch._dynamo.exc.FailOnRecompileLimitHit:  # type: ignore[attr-defined]
+            # Settings of torch, such as autocast and the default dtype, compile anew, but shapes do not.
             with torch._dynamo.config.patch(recompile_limit=1 << 10, accumulated_recompile_limit=1 << 12):
                 function(*arguments)
