@@ -11,9 +11,10 @@ import torch
 from one_launch_helpers import INTERPRETED
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsub.optim import AdamW8bit
+from qsub.optim import AdamW8bit, compiled
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="test_one_launch_interpreted.py runs it")
 BACKENDS = [
@@ -249,20 +250,48 @@ def test_the_default_device_is_not_that_of_the_step(backend, device):
     assert all(map(torch.equal, *results))
 
 
+UNCOMPILED = {
+    "mode": lambda: FlopCounterMode(display=False),
+    "disabled": lambda: torch._dynamo.config.patch(disable=True),  # TORCH_COMPILE_DISABLE=1
+}
+
+
 @backends
-def test_modes_that_watch_operators(backend, device):
-    """torch.compile refuses to work under them: eager there, which may differ in last bits, and compiled after."""
+@pytest.mark.parametrize("setting", UNCOMPILED)
+def test_settings_that_torch_compile_refuses(setting, backend, device):
+    """The step is eager there, which may differ in last bits, and compiled again afterwards."""
     params, plain = new_params(device), new_params(device)
     opt, ref = AdamW8bit(params, backend=backend), AdamW8bit(plain, backend=backend)
     for step in range(3):
         set_grads(params, step), set_grads(plain, step)
-        with FlopCounterMode(display=False) if step == 1 else contextlib.nullcontext():
+        with UNCOMPILED[setting]() if step == 1 else contextlib.nullcontext():
             opt.step()
         ref.step()
     for param, other in zip(params, plain, strict=True):
         # where last bits turned a code, the next update is off by a step of it: some percent of 1e-3
         difference = (param - other).detach().abs()
         assert difference.max() < 2e-4 and (difference > 1e-6).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", ["block_float8", "dynamic"])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
+def test_nothing_fake_is_kept(code, backend):
+    """A step on FakeTensors, to estimate memory, ahead of real ones."""
+    results = []
+    for fake in (True, False):
+        if fake:
+            compiled._cpu_offset.cache_clear(), compiled._tables.cache_clear()
+            with FakeTensorMode():
+                param = nn.Parameter(torch.ones(80, 64))
+                param.grad = torch.ones(80, 64)
+                AdamW8bit([param], state_code=code, backend=backend).step()
+        params = new_params("cpu")[:1]
+        opt = AdamW8bit(params, state_code=code, backend=backend)
+        set_grads(params, 0)
+        opt.step()
+        results.append(params[0])
+    assert torch.equal(*results)
 
 
 @backends
@@ -311,11 +340,11 @@ def test_a_compiled_step_is_the_step(backend, device):
     """torch.compile(optimizer.step), or of a function that calls it: no graph for the step, no recompiling."""
     torch._dynamo.reset()
     results, calls = [], []
-    for compiled in (False, True):
+    for traced in (False, True):
         params = new_params(device)
         opt = AdamW8bit(params, backend=backend)
         opt.register_step_post_hook(lambda *_: calls.append(1))
-        step = torch.compile(opt.step, backend="eager") if compiled else opt.step
+        step = torch.compile(opt.step, backend="eager") if traced else opt.step
         graphs = []
         for number in range(10):
             set_grads(params, number)

@@ -99,10 +99,11 @@ def _cpu_offset(blocks: int) -> Tensor:
     return torch.tensor(blocks, device="cpu")
 
 
-def _offset(blocks: int, device: torch.device) -> Tensor:
-    if device.type == "cpu":
+def _offset(blocks: int, device: torch.device, watched: bool) -> Tensor:
+    if device.type == "cpu" and not watched:
         return _cpu_offset(blocks)
-    return torch.full((), blocks, dtype=torch.int64, device=device)  # not kept: it may belong to a CUDA graph
+    # Not kept: it may belong to a CUDA graph, or be a FakeTensor.
+    return torch.full((), blocks, dtype=torch.int64, device=device)
 
 
 def _leaves(tensors: Any) -> list[Tensor]:
@@ -140,13 +141,16 @@ def run_step(
     kind = "8bit" if isinstance(tensors[2], tuple) else "float32"
     function: Callable[..., None] = definition.step_8bit if kind == "8bit" else definition.step_float32
     options: tuple[Any, ...] = (decoupled, stochastic_round)
+    watched = _get_current_dispatch_mode() is not None  # by a FlopCounterMode, say
     if kind == "8bit" and state_code == "dynamic":
-        options += (_tables(param.device),)
-    # Under a mode (FlopCounterMode, say) torch.compile refuses, and would never compile the function again.
-    compiled = backend == "compile" and _get_current_dispatch_mode() is None
-    if compiled:
+        options += (dynamic_tables(param.device) if watched else _tables(param.device),)
+    compiled = False
+    if backend == "compile" and not watched:
         dtypes = (param.dtype, tensors[1].dtype, tensors[4] is None, param.device)
-        function = _variant(kind, (decoupled, stochastic_round, len(options), *dtypes))
+        variant = _variant(kind, (decoupled, stochastic_round, len(options), *dtypes))
+        # What torch.compile refuses once (under a mode, or TORCH_COMPILE_DISABLE=1) it does not compile later either.
+        compiled = variant in _marked or not torch._dynamo.config.disable
+        function = variant if compiled else function
     blocks, block_size = param.shape
     size = max(1, _CHUNK // block_size) if param.device.type == "cpu" else max(1, blocks)
     for start in range(0, blocks, size):
@@ -155,7 +159,7 @@ def run_step(
             _marked.add(function)  # one marked call makes the graph dynamic; marks cost a tenth of a small step
             for leaf in _leaves(chunk):
                 torch._dynamo.mark_dynamic(leaf, 0)
-        arguments = (*chunk, *scalars, _offset(first_block + start, param.device), *options)
+        arguments = (*chunk, *scalars, _offset(first_block + start, param.device, watched), *options)
         try:
             function(*arguments)
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # type: ignore[attr-defined]
