@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=["bf16", *MODES, "bitsandbytes"])
     parser.add_argument("--output", default="benchmarks/results/adapter_memory")
     options = parser.parse_args()
+    harness.require_cuda(parser)
     rows = []
     measure("bf16", False, False)  # cuBLAS takes its workspaces, once a process
     for adapters in (False, True):

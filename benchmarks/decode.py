@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--output", default="benchmarks/results/decode")
     options = parser.parse_args()
+    harness.require_cuda(parser)
     peers = [mode for mode in options.modes if mode.startswith("torchao")]
     own = ["bf16", *(mode for mode in options.modes if mode not in ("bf16", *peers))]
     cases = [(batch, own) for batch in options.batches]

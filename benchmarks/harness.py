@@ -1,5 +1,6 @@
 """What all benchmarks share: machine record, percentiles, memory, copy rate, CSV and markdown."""
 
+import argparse
 import csv
 import importlib.metadata
 import os
@@ -38,6 +39,12 @@ def environment(device: str) -> dict[str, str]:
         "python": platform.python_version(),
         "packages": "; ".join(versions),
     }
+
+
+def require_cuda(parser: argparse.ArgumentParser) -> None:
+    """Leave with a message where there is no GPU to measure."""
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA GPU")
 
 
 def synchronize(device: str) -> None:

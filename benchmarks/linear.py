@@ -283,6 +283,8 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="keep what the output file has of other layers and rows")
     parser.add_argument("--output", default="benchmarks/results/linear")
     options = parser.parse_args()
+    if options.peers or options.device != "cpu":
+        harness.require_cuda(parser)
     start = time.perf_counter()
     torch.manual_seed(0)
     record: dict[str, Any] = {}

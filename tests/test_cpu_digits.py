@@ -79,6 +79,21 @@ def test_a_row_does_not_depend_on_the_others(dtype):
         torch.testing.assert_close(again[kept], grad_result[rows][kept], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 20])
+def test_the_default_dtype_is_not_that_of_the_digits(default, dtype, m):
+    codes, scale = make_weight(520, 1040)
+    x, grad = torch.randn(m, 1040).to(dtype), torch.randn(m, 520).to(dtype)
+    torch.set_default_dtype(default)
+    try:
+        result, grad_result = int8_mm(x, codes, scale), int8_mm_transposed(grad, codes, scale)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(result, int8_mm(x, codes, scale), rtol=0, atol=0)
+    torch.testing.assert_close(grad_result, int8_mm_transposed(grad, codes, scale), rtol=0, atol=0)
+
+
 def test_strided_operands():
     wide, scale = make_weight(520, 1100)
     codes = wide[:, 30:1070]

@@ -1,10 +1,15 @@
-"""benchmarks/linear.py --keep: rows measured again take the place of earlier ones, which keep their record."""
+"""Benchmarks of the linear: rows measured again take the place of earlier ones; a machine without a GPU is told so."""
 
 import csv
 import pathlib
 import sys
 
+import pytest
+import torch
+
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+import adapter_memory  # noqa: E402
+import decode  # noqa: E402
 import harness  # noqa: E402
 import linear  # noqa: E402
 
@@ -28,3 +33,16 @@ def test_rows_measured_again(tmp_path):
         ("16", "int8", "6.0", "1"),
         ("64", "int8", "9.0", "2"),
     ]
+
+
+@pytest.mark.parametrize(
+    "module, arguments",
+    [(decode, []), (adapter_memory, []), (linear, ["--peers"]), (linear, ["--device", "cuda"])],
+    ids=["decode", "adapter_memory", "peers", "device"],
+)
+def test_what_needs_a_gpu_says_so(monkeypatch, capsys, module, arguments):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["benchmark", *arguments])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert "error: this needs a CUDA GPU" in capsys.readouterr().err

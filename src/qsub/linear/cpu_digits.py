@@ -127,7 +127,7 @@ def many_rows_mm(
     rows = min(m, max(64, min(_BLOCK, _SUMS // (count * columns))))
     codes = torch.empty(count * rows, terms, dtype=torch.int8)
     sums = torch.empty(count * rows, columns, dtype=torch.int32)
-    step = torch.empty(rows, 1)
+    step = torch.empty(rows, 1, dtype=torch.float32)
     for block, result in zip(x.split(rows), out.split(rows), strict=True):
         n = block.shape[0]
         in_float.append(_store_digits(block, in_factor, codes[: count * n].view(count, n, terms), step))
@@ -152,7 +152,7 @@ def _store_digits(x: Tensor, in_factor: Tensor | None, codes: Tensor, step: Tens
     """
     count, m, terms = codes.shape
     rows = _rows_in_cache(m, terms)
-    buffer, other_buffer = torch.empty(2, rows, terms).unbind()
+    buffer, other_buffer = torch.empty(2, rows, terms, dtype=torch.float32).unbind()
     not_held = torch.empty(m, dtype=torch.bool)
     for start in range(0, m, rows):
         part = slice(start, min(m, start + rows))
@@ -187,7 +187,7 @@ def _store_result(sums: Tensor, step: Tensor, out_factor: Tensor | None, bias: T
     """`sums` (D, M, P) of the digits, put together and rescaled, into `result` (M, P)."""
     count, m, columns = sums.shape
     rows = _rows_in_cache(m, columns)
-    buffer = None if result.dtype == torch.float32 else torch.empty(rows, columns)
+    buffer = None if result.dtype == torch.float32 else torch.empty(rows, columns, dtype=torch.float32)
     for start in range(0, m, rows):
         part = slice(start, min(m, start + rows))
         out = result[part] if buffer is None else buffer[: part.stop - start]
