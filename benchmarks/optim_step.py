@@ -42,6 +42,12 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "llama-1b": llama_1b,
     "many-small": lambda: [(64, 64)] * 1000,
     "one-2048": lambda: [(2048, 2048)],
+    # Narrow rows: splats, tables of scalars, LoRA's B, beside the same number of elements in one row.
+    "one-row": lambda: [(1_500_000,)] * 32,
+    "rows-of-1": lambda: [(1_500_000, 1)] * 32,
+    "rows-of-3": lambda: [(500_000, 3)] * 32,
+    "rows-of-8": lambda: [(187_500, 8)] * 32,
+    "rows-of-14": lambda: [(107_142, 14)] * 32,
     "tiny": lambda: [(64 * i, 64) for i in range(1, 21)] + [(64,)] * 20,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qsub.checkpoint_files import INDEX, locate, weight_map
 from qsub.tensors import Blockwise8bitTensor, Int8RowwiseTensor
-from qsub.tensors.blockwise import scale_dtype
+from qsub.tensors.blocks import scale_dtype
 
 VERSION = 1
 HEADER = "qsub"

@@ -1,8 +1,8 @@
 """State of 8-bit Adam as bitsandbytes and torchao keep it: blocks of moments that run flat over the parameter.
 
-Codes and values are those of `qsub.tensors.dynamic_codes`. The blocks are ours too where none of ours ends inside of a
-row: in a parameter of one row (1-D, say), and where the rows are a multiple of the block. Then codes and scales carry
-over as they are. In any other parameter the moment is decoded and encoded anew, within half a step of the code.
+Codes and values are those of `qsub.tensors.dynamic_codes`. The blocks are ours too in a parameter of one row (1-D,
+say), and where a row is a whole number of blocks or a block a whole number of rows. Then codes and scales carry over as
+they are. In any other parameter the moment is decoded and encoded anew, within half a step of the code.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qsub.optim.state_dict import QSUB_OPTIONS
 from qsub.tensors import Blockwise8bitTensor
-from qsub.tensors.blockwise import row_shape, scale_shape
+from qsub.tensors.blocks import fitting_rows, row_shape, scale_shape
 from qsub.tensors.dynamic_codes import dynamic_tables
 
 # Options of a group that neither of them has.
@@ -24,12 +24,13 @@ _CODES = {True: "dynamic_signed", False: "dynamic_unsigned"}
 def same_blocks(shape: torch.Size | tuple[int, ...], block_size: int) -> bool:
     """Whether flat blocks of a parameter of this shape are also blocks of its rows."""
     rows, length = row_shape(shape)
-    return rows <= 1 or length % block_size == 0
+    return rows <= 1 or length == 0 or length % block_size == 0 or block_size % length == 0
 
 
 def _recode(moment: Blockwise8bitTensor, shape: torch.Size | tuple[int, ...], block_size: int) -> Blockwise8bitTensor:
     value = moment.dequantize(torch.float32).reshape(shape)
-    return Blockwise8bitTensor.from_float(value, block_size, moment.code)
+    rows = fitting_rows(shape, block_size)
+    return Blockwise8bitTensor.from_float(value, block_size, moment.code, rows_per_block=rows)
 
 
 def check_part(value: Any, name: str, dtype: torch.dtype) -> Tensor:
@@ -81,7 +82,9 @@ def from_flat(codes: Any, scale: Any, table: Any, signed: bool, block_size: int,
         raise ValueError(f"{name}: a scale is negative, not finite or over 1e38; load that of a healthy run")
     code = _CODES[signed]
     if same_blocks(codes.shape, block_size):
-        return Blockwise8bitTensor(codes, scale.view(scale_shape(codes.shape, block_size, code)), block_size, code)
+        rows = fitting_rows(codes.shape, block_size)
+        scale = scale.view(scale_shape(codes.shape, block_size, code, rows))
+        return Blockwise8bitTensor(codes, scale, block_size, code, rows_per_block=rows)
     flat = codes.reshape(-1)
     moment = Blockwise8bitTensor(flat, scale.view(scale_shape(flat.shape, block_size, code)), block_size, code)
     return _recode(moment, codes.shape, block_size)
@@ -97,7 +100,8 @@ def to_flat(moment: Blockwise8bitTensor, signed: bool, block_size: int) -> tuple
     """
     code = _CODES[signed]
     if (moment.code, moment.block_size) == (code, block_size) and same_blocks(moment.shape, block_size):
-        return moment.codes.clone(), moment.scale.flatten().clone()
+        copy = moment.grouped(fitting_rows(moment.shape, block_size))
+        return copy.codes, copy.scale.flatten()
     value = moment.dequantize(torch.float32).reshape(math.prod(moment.shape))
     coded = Blockwise8bitTensor.from_float(value, block_size, code)
     return coded.codes.reshape(moment.shape), coded.scale.flatten()

@@ -45,6 +45,7 @@ ROW_BLOCKS = tl.constexpr(7)  # blocks per row
 BLOCK_COUNT = tl.constexpr(8)  # blocks of the parameter
 FIRST_BLOCK = tl.constexpr(9)  # blocks (elements where the state is fp32) of the whole parameter before this shard
 KIND = tl.constexpr(10)
+COUNT = tl.constexpr(11)  # elements of the parameter
 N_COLUMNS = tl.constexpr(12)
 
 _INF = tl.constexpr(float("inf"))
@@ -139,9 +140,10 @@ def _step_8bit(
     param_ptr = _pointer(addresses, PARAM, ALIGNED)
     grad_ptr = _pointer(addresses + 1, GRAD, ALIGNED)
     first_ptr = _pointer(row + MOMENT, tl.uint8, ALIGNED)
-    second_ptr = _pointer(row + (MOMENT + 1), tl.uint8, ALIGNED)
+    # With amsgrad exp_avg_sq is fp32, so that the maximum keeps no rounding errors.
+    second_ptr = _pointer(row + (MOMENT + 1), tl.float32 if AMSGRAD else tl.uint8, ALIGNED)
     first_scale_ptr = _pointer(row + SCALE, tl.uint16, False)
-    second_scale_ptr = _pointer(row + (SCALE + 1), tl.uint16, False)
+    second_scale_ptr = _pointer(row + (SCALE + (2 if AMSGRAD else 1)), tl.uint16, False)
     # All scalars are loaded ahead of the data: a load among the arithmetic would be waited for by itself.
     length = tl.load(row + LENGTH)
     block_count = tl.load(row + BLOCK_COUNT)
@@ -151,7 +153,8 @@ def _step_8bit(
         length = tl.multiple_of(length, 16)
     if AMSGRAD:
         largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
-        largest_scale_ptr = _pointer(row + (SCALE + 2), tl.uint16, False)
+    if LAYOUT == RAGGED:
+        count = tl.load(row + COUNT)
     number = tl.arange(0, BLOCKS)
     lane = tl.arange(0, BLOCK_SIZE)[None, :]
     start = chunk.to(tl.int64) * BLOCKS  # block
@@ -166,26 +169,31 @@ def _step_8bit(
         block = start.to(tl.int32) + number
         row_number = block // row_blocks
         column = (block - row_number * row_blocks).to(tl.int64) * BLOCK_SIZE
-        left = tl.minimum(length - column, BLOCK_SIZE).to(tl.int32)
+        place = row_number.to(tl.int64) * length + column
+        left = length - column
+        if LAYOUT == RAGGED:  # the last of rows that share a block may be fewer
+            left = tl.minimum(left, count - place)
+        left = tl.minimum(left, BLOCK_SIZE).to(tl.int32)
         if LAYOUT == ROWS:
             left = tl.multiple_of(left, 16)
-        inner = (row_number.to(tl.int64) * length + column)[:, None] + lane
+        inner = place[:, None] + lane
         mask = (lane < left[:, None]) & exists[:, None]
 
     param = tl.load(param_ptr + origin + inner, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + origin + inner, mask=mask, other=0.0).to(tl.float32)
     first_codes = tl.load(first_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
-    second_codes = tl.load(second_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
+    if AMSGRAD:
+        exp_avg_sq = tl.load(second_ptr + origin + inner, mask=mask, other=0.0)
+        second_codes = tl.load(largest_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
+    else:
+        second_codes = tl.load(second_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
     first_low, first_density = load_scale(first_scale_ptr + start + number, exists)
     second_low, second_density = load_scale(second_scale_ptr + start + number, exists)
-    largest = param
-    if AMSGRAD:
-        largest_codes = tl.load(largest_ptr + origin + inner, mask=mask, other=0).to(tl.int32)
-        largest_low, largest_density = load_scale(largest_scale_ptr + start + number, exists)
-        largest = decode_exp_avg_sq(largest_codes, largest_low, largest_density)
 
     exp_avg = decode_exp_avg(first_codes, first_low, first_density)
-    exp_avg_sq = decode_exp_avg_sq(second_codes, second_low, second_density)
+    largest = decode_exp_avg_sq(second_codes, second_low, second_density)
+    if not AMSGRAD:
+        exp_avg_sq = largest
     param, exp_avg, exp_avg_sq, largest = _adam(
         param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD, SMALL_EPS
     )
@@ -207,14 +215,15 @@ def _step_8bit(
     codes, knee, density = encode_exp_avg(exp_avg, low, bits & 0x7FFFFF)
     tl.store(first_ptr + origin + inner, codes, mask=mask)
     store_scale(first_scale_ptr + start + number, knee, density, exists)
-    codes, low, density = encode_exp_avg_sq(exp_avg_sq, low, high, (bits >> 9) & 0x7FFFFF)
-    tl.store(second_ptr + origin + inner, codes, mask=mask)
-    store_scale(second_scale_ptr + start + number, low, density, exists)
     if AMSGRAD:
+        tl.store(second_ptr + origin + inner, exp_avg_sq, mask=mask)
         low, high = exponent_range(largest)
         codes, low, density = encode_exp_avg_sq(largest, low, high, HALF)
         tl.store(largest_ptr + origin + inner, codes, mask=mask)
-        store_scale(largest_scale_ptr + start + number, low, density, exists)
+    else:
+        codes, low, density = encode_exp_avg_sq(exp_avg_sq, low, high, (bits >> 9) & 0x7FFFFF)
+        tl.store(second_ptr + origin + inner, codes, mask=mask)
+    store_scale(second_scale_ptr + start + number, low, density, exists)
 
 
 @triton.jit

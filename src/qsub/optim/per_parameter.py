@@ -8,10 +8,12 @@ from torch import Tensor
 from qsub.optim.compiled import run_step
 from qsub.optim.hyper import HyperTensor
 from qsub.optim.sharding import first_block, local, offsets
+from qsub.optim.staging import Staged, pieces
 from qsub.optim.state_dict import moment_keys
 from qsub.optim.step import SKIP
 from qsub.tensors import codes
-from qsub.tensors.blockwise import Blockwise8bitTensor, Staged, to_blocks
+from qsub.tensors.blocks import row_shape
+from qsub.tensors.blockwise import Blockwise8bitTensor
 from qsub.tensors.rowwise import Int8RowwiseTensor
 from qsub.tensors.state_codes import random_bits
 
@@ -32,27 +34,37 @@ def step_parameter(
         hyper: of the group, refreshed, on the device of the parameter.
     """
     moments = [state[key] for key in moment_keys(group)]
-    block_size = group["block_size"] if isinstance(moments[0], Blockwise8bitTensor) else 1
+    coded = isinstance(moments[0], Blockwise8bitTensor)
+    block_size, rows = (group["block_size"], moments[0].rows_per_block) if coded else (1, 1)
     part = local(param)
     value = part.dequantize(torch.float32) if isinstance(part, Int8RowwiseTensor) else _plain(part.detach())
-    staged = [Staged(value, block_size)]
-    pairs: list[Any] = []
-    for moment in moments:
-        if isinstance(moment, Blockwise8bitTensor):
-            staged.append(Staged(moment.codes, block_size))
-            pairs.append((staged[-1].blocks, moment.scale.flatten(0, 1)))
-        else:
-            staged.append(Staged(moment, block_size))
-            pairs.append(staged[-1].blocks)
-    grad_blocks = to_blocks(_plain(grad).contiguous(), part.shape, block_size)
-    tensors = (staged[0].blocks, grad_blocks, *pairs, *([None] * (3 - len(pairs))))
+    values = [moment.codes if isinstance(moment, Blockwise8bitTensor) else moment for moment in moments]
+    scales = [moment.scale.flatten(0, 1) if isinstance(moment, Blockwise8bitTensor) else None for moment in moments]
+    targets = [value, *values]
+    flat = [target.contiguous().view(-1) for target in targets]
+    flat_grad = _plain(grad).contiguous().view(-1)
     step = state["step"].to(part.device)
     stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
     scalars = (step, hyper.tensor, hyper.seed)
-    first = first_block(param, block_size)
-    run_step(backend, tensors, scalars, first, group["decoupled_weight_decay"], stochastic, group["state_code"])
-    for entry in staged:
-        entry.finish()
+    first = first_block(param, block_size, rows)
+    for piece in pieces(*row_shape(part.shape, rows), part.numel(), block_size):
+        elements, here = slice(piece.start, piece.end), slice(piece.block, piece.block + piece.blocks)
+        staged = [Staged(values[elements], piece.length, block_size) for values in flat]
+        pairs: list[Any] = [
+            entry.blocks if scale is None else (entry.blocks, scale[here])
+            for entry, scale in zip(staged[1:], scales, strict=True)
+        ]
+        grad_blocks = Staged(flat_grad[elements], piece.length, block_size).blocks
+        tensors = (staged[0].blocks, grad_blocks, *pairs, *([None] * (3 - len(pairs))))
+        run_step(
+            backend, tensors, scalars, first + piece.block, group["decoupled_weight_decay"], stochastic,
+            group["state_code"],
+        )  # fmt: skip
+        for entry in staged:
+            entry.finish()
+    for target, values in zip(targets, flat, strict=True):
+        if values.data_ptr() != target.data_ptr():  # it wasn't contiguous
+            target.copy_(values.view(target.shape))
     if isinstance(part, Int8RowwiseTensor):
         write_back(part, value, step, hyper, offsets(param)[0])
 

@@ -14,7 +14,8 @@ from qsub.optim.hyper import upload
 from qsub.optim.scalars_kernel import N_SCALARS
 from qsub.optim.sharding import first_block, local, offsets
 from qsub.optim.state_dict import check_form, is_8bit, moment_keys
-from qsub.tensors.blockwise import Blockwise8bitTensor, row_shape
+from qsub.tensors.blocks import row_shape
+from qsub.tensors.blockwise import Blockwise8bitTensor
 from qsub.tensors.rowwise import Int8RowwiseTensor
 
 PROGRAMS = 8  # programs per entry of the program map
@@ -48,47 +49,56 @@ class _Row:
     """One parameter: its row of the table, its state tensors in the order of their addresses, its work."""
 
     layout: int
+    count: int
     length: int
     row_blocks: int
     blocks: int
     chunks: int
     first: int
     values: list[Tensor]
-    scales: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor | None] = field(default_factory=list)  # None for a moment in fp32
 
     def columns(self, kind: int) -> list[int]:
         row = [0] * kernel.N_COLUMNS.value
         for place, tensor in enumerate(self.values):
             row[kernel.MOMENT.value + place] = tensor.data_ptr()
         for place, tensor in enumerate(self.scales):
-            row[kernel.SCALE.value + place] = tensor.data_ptr()
+            row[kernel.SCALE.value + place] = 0 if tensor is None else tensor.data_ptr()
         row[kernel.LENGTH.value], row[kernel.ROW_BLOCKS.value] = self.length, self.row_blocks
         row[kernel.BLOCK_COUNT.value], row[kernel.KIND.value] = self.blocks, kind
         row[kernel.FIRST_BLOCK.value] = self.first
+        row[kernel.COUNT.value] = self.count
         return row
+
+
+def _tensors(values: list[Tensor], scales: list[Tensor | None]) -> list[Tensor]:
+    return [*values, *(tensor for tensor in scales if tensor is not None)]
 
 
 def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, aligned: bool) -> _Row:
     part = local(param)
     where = f"state of a parameter of shape {tuple(param.shape)} on {part.device}"
     is_8bit = isinstance(moments[0], Blockwise8bitTensor)
-    values = [moment.codes for moment in moments] if is_8bit else moments
-    scales = [moment.scale for moment in moments] if is_8bit else []
-    if not all(tensor.is_contiguous() and tensor.device == part.device for tensor in (*values, *scales)):
+    coded = [isinstance(moment, Blockwise8bitTensor) for moment in moments]
+    values = [moment.codes if yes else moment for moment, yes in zip(moments, coded, strict=True)]
+    scales = [moment.scale if yes else None for moment, yes in zip(moments, coded, strict=True)] if is_8bit else []
+    if not all(tensor.is_contiguous() and tensor.device == part.device for tensor in _tensors(values, scales)):
         raise ValueError(f"{where} must be contiguous and on that device. Load it with load_state_dict.")
     aligned = aligned and not any(tensor.data_ptr() & 15 for tensor in values)
     count = part.numel()
-    first = first_block(param, block_size if is_8bit else 1)
+    first = first_block(param, block_size, moments[0].rows_per_block) if is_8bit else first_block(param, 1)
     if not is_8bit:
         wide = aligned and count >= _ALIGNED_FLOAT and count % 16 == 0
         layout = kernel.FLOAT.value if wide else kernel.FLOAT_RAGGED.value
-        return _Row(layout, count, 1, count, -(-count // (blocks * block_size)), first, values)
-    length, total = row_shape(part.shape)[1], scales[0].numel() // 2
+        return _Row(layout, count, count, 1, count, -(-count // (blocks * block_size)), first, values)
+    rows, length = row_shape(part.shape, moments[0].rows_per_block)
+    total = scales[0].numel() // 2
     chunks = -(-total // blocks)
+    aligned = aligned and (rows * length == count or length == block_size and count % 16 == 0)
     if length % block_size == 0 and aligned:
-        return _Row(kernel.FLAT.value, count, 1, total, chunks, first, values, scales)
+        return _Row(kernel.FLAT.value, count, count, 1, total, chunks, first, values, scales)
     layout = kernel.ROWS.value if length % 16 == 0 and aligned else kernel.RAGGED.value
-    return _Row(layout, length, scales[0].shape[1], total, chunks, first, values, scales)
+    return _Row(layout, count, length, scales[0].shape[1], total, chunks, first, values, scales)
 
 
 def _program_map(chunks: list[int], kinds: list[int]) -> Tensor:
@@ -181,7 +191,10 @@ class Plan:
             state["step"] = view
         self._states = states
         self._held = {key: [state[key] for state in states] for key in ("step", *keys)}
-        self._tensors = [tensor for row in rows for tensor in (*row.values, *row.scales)]
+        self._tensors = [tensor for row in rows for tensor in _tensors(row.values, row.scales)]
+        moments = [state[key] for state in states for key in keys]
+        shared = [moment for moment in moments if getattr(moment, "rows_per_block", 1) > 1]
+        self._shared = [(moment, moment.scale) for moment in shared]  # a slice of one gives it other scales
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._seen: list[int] | None = None  # ids of the values of the optimizer's state when last looked through
         columns = [row.columns(kind) for row, kind in zip(rows, kinds, strict=True)]
@@ -228,5 +241,7 @@ class Plan:
                 if not all(map(operator.is_, map(operator.itemgetter(key), self._states), tensors)):
                     return False
         except KeyError:
+            return False
+        if any(moment.scale is not scale for moment, scale in self._shared):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._addresses

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.tensors.blocks import fitting_rows
+from qsub.tensors.blockwise import Blockwise8bitTensor
 from qsub.tensors.dispatch import is_dtensor
 
 
@@ -53,7 +55,27 @@ def offsets(param: Tensor) -> tuple[int, ...]:
     return tuple(whole.__create_chunk_list__()[0].offsets)  # as torch.distributed.checkpoint asks
 
 
-def first_block(param: Tensor, block_size: int) -> int:
+def rows_per_block(param: Tensor, block_size: int) -> int:
+    """How many narrow rows of a parameter share a block of its moments, on all ranks alike; 1 for others.
+
+    Those of shards do where no block lies on two ranks: shards are slices of codes and scales then as well, and hold
+    what the whole would. A block on two ranks would need a collective at each step; rows have one each instead.
+    """
+    rows = fitting_rows(local(param).shape, block_size)
+    if rows == 1 or not is_dtensor(param):
+        return rows
+    whole: Any = param
+    sharded = [dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()]
+    if not sharded:
+        return rows
+    # A strided shard (tensor parallel below fully_shard) is a class of its own.
+    simple = len(sharded) == 1 and type(whole.placements[sharded[0]]).__name__ == "Shard"
+    if not simple or whole.placements[sharded[0]].dim != 0:
+        return 1
+    return rows if -(-param.shape[0] // whole.device_mesh.size(sharded[0])) % rows == 0 else 1
+
+
+def first_block(param: Tensor, block_size: int, rows: int = 1) -> int:
     """Number of blocks of the whole parameter before the local part, for the random bits.
 
     Parts that are whole rows of dim 0 draw the bits that the whole parameter would. The blocks of other parts (shards
@@ -62,12 +84,15 @@ def first_block(param: Tensor, block_size: int) -> int:
     Args:
         param: a parameter, DTensor or not.
         block_size: elements per block; 1 numbers the elements.
+        rows: how many share a block, see `rows_per_block`.
     """
     if not is_dtensor(param):
         return 0
     start, part = offsets(param), local(param)
     if part.numel() == 0:
         return 0  # no rows, or not a rank of its mesh
+    if rows > 1:
+        return start[0] // rows
     if param.dim() < 2:
         return sum(start) // block_size
     row_blocks = -(-math.prod(part.shape[1:]) // block_size)
@@ -116,6 +141,7 @@ def part_of(value: Tensor, param: Tensor) -> Any:
 
 def _cut(value: Tensor, param: Tensor) -> Tensor:
     """The local part of a whole moment."""
+    value = value.by_rows() if isinstance(value, Blockwise8bitTensor) else value  # a slice would do that in place
     for dim, (start, size) in enumerate(zip(offsets(param), local(param).shape, strict=True)):
         value = value if size == param.shape[dim] else value.narrow(dim, start, size)
     return value

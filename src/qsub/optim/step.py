@@ -140,7 +140,9 @@ def step_float32(
         _store(max_exp_avg_sq, largest, hyper)
 
 
-def _decode_second(moment: tuple[Tensor, Tensor], tables: Tensor | None) -> Tensor:
+def _decode_second(moment: Tensor | tuple[Tensor, Tensor], tables: Tensor | None) -> Tensor:
+    if isinstance(moment, Tensor):
+        return moment
     return decode_exp_avg_sq(*moment) if tables is None else decode_unsigned(*moment, tables)
 
 
@@ -148,7 +150,7 @@ def step_8bit(
     param: Tensor,
     grad: Tensor,
     exp_avg: tuple[Tensor, Tensor],
-    exp_avg_sq: tuple[Tensor, Tensor],
+    exp_avg_sq: Tensor | tuple[Tensor, Tensor],
     max_exp_avg_sq: tuple[Tensor, Tensor] | None,
     step: Tensor,
     hyper: Tensor,
@@ -168,7 +170,8 @@ def step_8bit(
         grad: gradient.
         exp_avg: uint8 codes (blocks, block_size) and scale, (blocks, 2) uint8 or with `tables` (blocks,) fp32; as the
             next two.
-        exp_avg_sq: see `adam_step`.
+        exp_avg_sq: see `adam_step`. With amsgrad in the block float code it is fp32 (blocks, block_size): the maximum
+            would keep the upward errors of stochastic rounding.
         max_exp_avg_sq: see `adam_step`.
         step: 0-dim fp32, from 1.
         hyper: (N_HYPER,) fp32.
@@ -200,8 +203,11 @@ def step_8bit(
     if tables is None and bits is not None:
         low, high = exponent_range(second)
         _store_pair(exp_avg, encode_exp_avg(first, low, noise_of(bits, 0)), hyper)
-        _store_pair(exp_avg_sq, encode_exp_avg_sq(second, low, high, noise_of(bits, 1)), hyper)
-    else:
+        if isinstance(exp_avg_sq, Tensor):
+            _store(exp_avg_sq, second, hyper)
+        else:
+            _store_pair(exp_avg_sq, encode_exp_avg_sq(second, low, high, noise_of(bits, 1)), hyper)
+    elif not isinstance(exp_avg_sq, Tensor):
         _store_pair(exp_avg, encode_signed(first), hyper)
         _store_pair(exp_avg_sq, encode_unsigned(second), hyper)
     if max_exp_avg_sq is not None and largest is not None:  # to nearest: random rounding would only push a maximum up

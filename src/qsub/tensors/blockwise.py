@@ -1,6 +1,5 @@
 """Blockwise8bitTensor: optimizer state in 8 bits an element and two or four bytes a block."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,10 +7,12 @@ from torch import Tensor
 
 from qsub.tensors import dynamic_codes
 from qsub.tensors import state_codes as math8
+from qsub.tensors.blocks import fitting_rows, from_blocks, is_dynamic, row_shape, scale_dtype, scale_shape, to_blocks
 from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced, view_of
 
 aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
+_PIECE = 1 << 21  # elements that are float at a time when rows are grouped
 
 # Name of a code and its inverse. "signed" is exp_avg's, "unsigned" that of the second moments.
 DECODE = {
@@ -22,63 +23,11 @@ DECODE = {
 }
 
 
-def row_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
-    """(rows, elements per row) of a parameter: dim 0 and the product of the rest; up to 1-D it is one row."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
+class _Scales:
+    """The scales of a tensor and of all that share its memory."""
 
-
-def is_dynamic(code: str) -> bool:
-    """Whether `code` is one of the dynamic tree, with an fp32 scale, rather than one of two bytes a block."""
-    return code.startswith("dynamic")
-
-
-def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int, code: str) -> tuple[int, ...]:
-    """Shape of the scales, (rows, blocks per row) or (rows, blocks per row, 2).
-
-    Blocks never cross a row, the last one of a row may be short.
-    """
-    rows, length = row_shape(shape)
-    blocks = -(-length // block_size)
-    return (rows, blocks) if is_dynamic(code) else (rows, blocks, 2)
-
-
-def scale_dtype(code: str) -> torch.dtype:
-    """Dtype of the scales of `code`."""
-    return torch.float32 if is_dynamic(code) else torch.uint8
-
-
-def to_blocks(flat: Tensor, shape: torch.Size | tuple[int, ...], block_size: int) -> Tensor:
-    """View or zero-padded copy (blocks, block_size) of a contiguous tensor of shape `shape`."""
-    rows, length = row_shape(shape)
-    short = -length % block_size
-    if short:
-        flat = torch.nn.functional.pad(flat.reshape(rows, length), (0, short))
-    return flat.reshape(-1, block_size)
-
-
-def from_blocks(blocks: Tensor, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Inverse of `to_blocks`: (blocks, block_size) without the padding, in shape `shape`."""
-    rows, length = row_shape(shape)
-    row = -(-length // blocks.shape[1]) * blocks.shape[1]
-    return blocks.reshape(rows, row)[:, :length].reshape(shape)
-
-
-class Staged:
-    """A tensor of any layout as `blocks`, (blocks, block_size), to be changed in place.
-
-    `blocks` is a view of the tensor where its layout allows that, else a copy, which `finish` writes back.
-    """
-
-    def __init__(self, target: Tensor, block_size: int) -> None:
-        self.target = target
-        self.blocks = to_blocks(target.contiguous(), target.shape, block_size)
-
-    def finish(self) -> None:
-        """Bring the target up to date."""
-        if self.blocks.data_ptr() != self.target.data_ptr():
-            self.target.copy_(from_blocks(self.blocks, self.target.shape))
+    def __init__(self, scale: Tensor, rows_per_block: int) -> None:
+        self.scale, self.rows_per_block = scale, rows_per_block
 
 
 class Blockwise8bitTensor(Tensor):
@@ -87,27 +36,46 @@ class Blockwise8bitTensor(Tensor):
     Blocks run along the flattened trailing dimensions and never cross a row of dim 0, so any slice of rows is a
     slice of codes and of scales. See `qsub.tensors.state_codes` and `qsub.tensors.dynamic_codes` for the codes.
 
+    Narrow rows may share blocks, `rows_per_block` whole rows each. Slices ask for a scale for each row: the tensor,
+    with all that shares its memory, takes that form then (`ungroup_`), at the same values.
+
     Args:
         codes: uint8, the shape of the float tensor, contiguous.
         scale: of "float8" codes (rows, ceil(rest / block_size), 2) uint8, where a block's codes start and how dense
             they are; of "dynamic" ones (rows, ceil(rest / block_size)) fp32, the block's largest magnitude. A 0-D or
-            1-D tensor is one row.
+            1-D tensor is one row; rows that share a block count as one.
         block_size: elements per block.
         code: "float8_signed" or "dynamic_signed" (exp_avg), "float8_unsigned" or "dynamic_unsigned" (exp_avg_sq).
         dtype: float dtype that the tensor shows. Default: fp32.
+        rows_per_block: 1, or how many rows share a block; together they have at most `block_size` elements.
+
+    Raises:
+        ValueError: the code is unknown, or the parts don't fit.
     """
 
     codes: Tensor
-    scale: Tensor
     block_size: int
     code: str
+    _held: _Scales
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, block_size: int, code: str, dtype: torch.dtype = torch.float32):
+    def __new__(
+        cls,
+        codes: Tensor,
+        scale: Tensor,
+        block_size: int,
+        code: str,
+        dtype: torch.dtype = torch.float32,
+        rows_per_block: int = 1,
+    ):
         """See the class."""
         if code not in DECODE:
             raise ValueError(f"code must be one of {sorted(DECODE)}, got {code!r}")
-        wanted = scale_shape(codes.shape, block_size, code)
+        if rows_per_block != 1 and not 1 < rows_per_block <= fitting_rows(codes.shape, block_size):
+            raise ValueError(
+                f"{rows_per_block} rows of codes {tuple(codes.shape)} don't fit into a block of {block_size}"
+            )
+        wanted = scale_shape(codes.shape, block_size, code, rows_per_block)
         if tuple(scale.shape) != wanted:
             raise ValueError(
                 f"scale of codes {tuple(codes.shape)} in blocks of {block_size} must have shape "
@@ -118,26 +86,49 @@ class Blockwise8bitTensor(Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
         )
-        self.codes, self.scale, self.block_size, self.code = codes, scale, block_size, code
+        self.codes, self.block_size, self.code = codes, block_size, code
+        self._held = _Scales(scale, rows_per_block)
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @property
+    def scale(self) -> Tensor:
+        """The scales, see the class."""
+        return self._held.scale
+
+    @scale.setter
+    def scale(self, value: Tensor) -> None:
+        self._held = _Scales(value, self.rows_per_block)  # what shares this memory keeps its own
+
+    @property
+    def rows_per_block(self) -> int:
+        """How many rows share a block."""
+        held = self.__dict__.get("_held")
+        return 1 if held is None else held.rows_per_block  # a file of an earlier version sets fields one by one
+
     @classmethod
     def zeros(
-        cls, shape: torch.Size | tuple[int, ...], block_size: int, code: str, device: torch.device | None = None
+        cls,
+        shape: torch.Size | tuple[int, ...],
+        block_size: int,
+        code: str,
+        device: torch.device | None = None,
+        rows_per_block: int = 1,
     ) -> "Blockwise8bitTensor":
         """All-zero tensor of `shape`; the arguments are those of the class."""
+        scale = scale_shape(shape, block_size, code, rows_per_block)
         return cls(
             torch.zeros(shape, dtype=torch.uint8, device=device),
-            torch.zeros(scale_shape(shape, block_size, code), dtype=scale_dtype(code), device=device),
+            torch.zeros(scale, dtype=scale_dtype(code), device=device),
             block_size,
             code,
+            rows_per_block=rows_per_block,
         )
 
     @classmethod
     def from_float(
-        cls, value: Tensor, block_size: int, code: str, second: Tensor | None = None
+        cls, value: Tensor, block_size: int, code: str, second: Tensor | None = None, rows_per_block: int = 1
     ) -> "Blockwise8bitTensor":
         """Encode a float tensor to nearest.
 
@@ -147,6 +138,7 @@ class Blockwise8bitTensor(Tensor):
             code: see the class.
             second: for "float8_signed", the second moment of the same shape, which tells how fine small magnitudes
                 must be. Default: the square of the value. Other codes don't need it.
+            rows_per_block: see the class.
 
         Raises:
             ValueError: a value is not finite, over 1e38, or negative in an unsigned code.
@@ -159,9 +151,17 @@ class Blockwise8bitTensor(Tensor):
             )
         if code.endswith("_unsigned") and not on_meta and bool((value < 0).any()):
             raise ValueError("a second moment must not be negative")
+        return cls._encode(value, block_size, code, second, rows_per_block)
+
+    @classmethod
+    def _encode(
+        cls, value: Tensor, block_size: int, code: str, second: Tensor | None, rows_per_block: int
+    ) -> "Blockwise8bitTensor":
+        """`from_float` of contiguous fp32 that the code can hold."""
         if value.numel() == 0:
-            return cls.zeros(value.shape, block_size, code, value.device)
-        blocks = to_blocks(value, value.shape, block_size)
+            return cls.zeros(value.shape, block_size, code, value.device, rows_per_block)
+        width = min(block_size, row_shape(value.shape, rows_per_block)[1])  # short rows need no padding here
+        blocks = to_blocks(value, value.shape, width, rows_per_block)
         if is_dynamic(code):
             encode = dynamic_codes.encode_signed if code == "dynamic_signed" else dynamic_codes.encode_unsigned
             encoded, scale = encode(blocks)
@@ -169,24 +169,79 @@ class Blockwise8bitTensor(Tensor):
             encoded, scale = math8.encode_exp_avg_sq(blocks, *math8.exponent_range(blocks))
         else:
             second = value.square() if second is None else second.detach().float().contiguous()
-            low, _ = math8.exponent_range(to_blocks(second, value.shape, block_size))
+            low, _ = math8.exponent_range(to_blocks(second, value.shape, width, rows_per_block))
             encoded, scale = math8.encode_exp_avg(blocks, low)
-        codes = from_blocks(encoded, value.shape).contiguous()
-        return cls(codes, scale.view(scale_shape(value.shape, block_size, code)), block_size, code)
+        codes = from_blocks(encoded, value.shape, rows_per_block).contiguous()
+        scale = scale.view(scale_shape(value.shape, block_size, code, rows_per_block))
+        return cls(codes, scale, block_size, code, rows_per_block=rows_per_block)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Plain float tensor of the same shape, in `dtype` (default: the dtype that the tensor shows)."""
-        blocks = to_blocks(self.codes, self.shape, self.block_size)
+        if self.numel() == 0:
+            return torch.zeros(self.shape, dtype=dtype or self.dtype, device=self.device)
+        width = min(self.block_size, row_shape(self.shape, self.rows_per_block)[1])
+        blocks = to_blocks(self.codes, self.shape, width, self.rows_per_block)
         value = DECODE[self.code](blocks, self.scale.flatten(0, 1))
-        return from_blocks(value, self.shape).to(dtype or self.dtype)
+        return from_blocks(value, self.shape, self.rows_per_block).to(dtype or self.dtype)
 
     def same_layout(self, other: Tensor) -> bool:
         """Whether `other` is coded as this one, so that its codes can be copied."""
         return isinstance(other, Blockwise8bitTensor) and (other.block_size, other.code) == (self.block_size, self.code)
 
+    def row_scales(self) -> Tensor:
+        """The scales with an entry for each row, also where rows share them."""
+        rows = self.rows_per_block
+        return self.scale if rows == 1 else self.scale.repeat_interleave(rows, 0)[: self.shape[0]]
+
+    def by_rows(self) -> "Blockwise8bitTensor":
+        """This tensor, or if rows share blocks, one of the same codes with scales for each row."""
+        return self if self.rows_per_block == 1 else self.like(self.codes, self.row_scales(), rows_per_block=1)
+
+    def ungroup_(self) -> "Blockwise8bitTensor":
+        """Take scales for each row, here and in all that shares this memory; no value changes."""
+        self._held.scale, self._held.rows_per_block = self.row_scales(), 1
+        return self
+
+    def grouped(self, rows_per_block: int, second: Tensor | None = None) -> "Blockwise8bitTensor":
+        """A copy whose rows share blocks. Rows of a block that have different scales are encoded anew, to nearest.
+
+        Args:
+            rows_per_block: see the class.
+            second: see `from_float`; of this shape, plain or coded.
+        """
+        if rows_per_block == self.rows_per_block:
+            return self.like(self.codes.clone(), self.scale.clone())
+        whole = self.by_rows()
+        if rows_per_block == 1:
+            return self.like(self.codes.clone(), self.row_scales(), rows_per_block=1)
+        pieces = []
+        step = max(1, _PIECE // max(1, rows_per_block * row_shape(self.shape)[1])) * rows_per_block
+        for start in range(0, max(1, self.shape[0]), step):
+            part = slice(start, start + step)
+            rows, floor = whole.like(whole.codes[part], whole.scale[part]), None if second is None else second[part]
+            floor = floor.dequantize(torch.float32) if isinstance(floor, Blockwise8bitTensor) else floor
+            pieces.append(rows._group(rows_per_block, floor))
+        codes, scale = (torch.cat([getattr(piece, name) for piece in pieces]) for name in ("codes", "scale"))
+        return self.like(codes, scale, rows_per_block=rows_per_block)
+
+    def _group(self, rows_per_block: int, second: Tensor | None) -> "Blockwise8bitTensor":
+        new = self._encode(self.dequantize(torch.float32), self.block_size, self.code, second, rows_per_block)
+        missing = -self.shape[0] % rows_per_block
+        pad = torch.nn.functional.pad
+        # A row of zeros suits any scale: the first of the others is the block's.
+        used = pad((self.codes != 0).flatten(1).any(1), (0, missing)).view(-1, rows_per_block)
+        scales = pad(self.scale.flatten(1), (0, 0, 0, missing)).unflatten(0, used.shape)
+        first = scales[torch.arange(len(used), device=used.device), used.int().argmax(1)]
+        same = ((scales == first.unsqueeze(1)).all(2) | ~used).all(1)  # (blocks,)
+        rows = same.repeat_interleave(rows_per_block)[: self.shape[0]].view(-1, *[1] * (self.dim() - 1))
+        codes = torch.where(rows, self.codes, new.codes)
+        scale = torch.where(same.view(-1, *[1] * (self.scale.dim() - 1)), first.view(new.scale.shape), new.scale)
+        return self.like(codes, scale, rows_per_block=rows_per_block)
+
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
         """Inner tensors and metadata, for torch.compile and serialization."""
-        return ["codes", "scale"], {"block_size": self.block_size, "code": self.code, "dtype": self.dtype}
+        shared = {"rows_per_block": self.rows_per_block} if self.rows_per_block > 1 else {}  # unknown to old readers
+        return ["codes", "scale"], {"block_size": self.block_size, "code": self.code, "dtype": self.dtype, **shared}
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any):
@@ -208,9 +263,19 @@ class Blockwise8bitTensor(Tensor):
         """Bytes of codes and scales."""
         return self.codes.nbytes + self.scale.nbytes
 
-    def like(self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> "Blockwise8bitTensor":
+    def like(
+        self, codes: Tensor, scale: Tensor, dtype: torch.dtype | None = None, rows_per_block: int | None = None
+    ) -> "Blockwise8bitTensor":
         """A tensor of other inner tensors with the remaining fields of this one."""
-        return type(self)(codes, scale, self.block_size, self.code, dtype or self.dtype)
+        return type(self)(
+            codes, scale, self.block_size, self.code, dtype or self.dtype, rows_per_block or self.rows_per_block
+        )
+
+    def alias(self, codes: Tensor) -> "Blockwise8bitTensor":
+        """A tensor of the same memory: `codes` is an alias of those of this one, the scales are the same object."""
+        made = self.like(codes, self.scale)
+        made._held = self._held
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """torch.save, pickle, copy."""
@@ -235,7 +300,7 @@ class Blockwise8bitTensor(Tensor):
 @OPS.implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, x: Blockwise8bitTensor) -> Any:
     """nn.Parameter, state_dict and torch.optim's bookkeeping."""
-    return view_of(func, x, (), lambda: x.like(func(x.codes), func(x.scale)))
+    return view_of(func, x, (), lambda: x.alias(func(x.codes)))
 
 
 @OPS.implements(aten.clone.default)
@@ -263,9 +328,12 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
         )
     if not x.same_layout(source):
         value = source.dequantize() if isinstance(source, Blockwise8bitTensor) else source
-        source = Blockwise8bitTensor.from_float(value, x.block_size, x.code)
-    x.codes.copy_(source.codes, non_blocking)  # type: ignore[attr-defined]
-    x.scale.copy_(source.scale, non_blocking)  # type: ignore[attr-defined]
+        source = Blockwise8bitTensor.from_float(value, x.block_size, x.code, rows_per_block=x.rows_per_block)
+    their: Any = source
+    if x.rows_per_block != their.rows_per_block:
+        x, their = x.ungroup_(), their.by_rows()
+    x.codes.copy_(their.codes, non_blocking)
+    x.scale.copy_(their.scale, non_blocking)
     return x
 
 

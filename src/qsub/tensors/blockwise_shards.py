@@ -1,8 +1,8 @@
 """Shards of Blockwise8bitTensor: slices of it, putting them together, and collectives. Each handler says who calls it.
 
-A range of rows (dim 0) is a range of rows of codes and of scales. A range of dim 1, or of the only dimension, that
-begins and ends where blocks do is a range of their columns; another one would tear a block from its scale, and is
-refused.
+A range of rows (dim 0) is a range of rows of codes and of scales; narrow rows that share blocks get scales of their own
+first. A range of dim 1, or of the only dimension, that begins and ends where blocks do is a range of their columns;
+another one would tear a block from its scale, and is refused.
 """
 
 import math
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import collectives
-from qsub.tensors.blockwise import OPS, Blockwise8bitTensor, scale_shape
+from qsub.tensors.blocks import scale_shape
+from qsub.tensors.blockwise import OPS, Blockwise8bitTensor
 from qsub.tensors.dispatch import float_dtype, view_of
 
 aten = torch.ops.aten
@@ -41,14 +42,17 @@ def _blocks(x: Blockwise8bitTensor, dim: int, start: int, end: int) -> tuple[int
 def _slice(func: Any, x: Blockwise8bitTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     """A shard: torch.distributed.checkpoint's narrow, x[a:b]."""
     dim %= max(1, x.dim())
-    if dim == 0 and x.dim() >= 2:
-        inner = func(x.codes, 0, start, end, step), func(x.scale, 0, start, end, step)
-    else:
-        low, high, _ = slice(start, end).indices(x.shape[dim] if x.dim() else 0)
-        if step != 1:
-            raise NotImplementedError(f"slices of dim {dim} of a Blockwise8bitTensor take step 1, got {step}")
-        inner = func(x.codes, dim, start, end), func(x.scale, *_blocks(x, dim, low, max(low, high)))
-    return view_of(func, x, (dim, start, end, step), lambda: x.like(*inner))
+    low, high, _ = slice(start, end).indices(x.shape[dim] if x.dim() else 0)
+    high = max(low, high)
+    if step != 1 and (dim != 0 or x.dim() < 2):
+        raise NotImplementedError(f"slices of dim {dim} of a Blockwise8bitTensor take step 1, got {step}")
+    args = dim, start, end, step
+    if (low, high, step) == (0, x.shape[dim] if x.dim() else 0, 1):
+        return view_of(func, x, args, lambda: x.alias(func(x.codes, *args)))
+    x.ungroup_()
+    scale_dim, first, last = _blocks(x, dim, low, high)
+    inner = func(x.codes, dim, low, high, step), func(x.scale, scale_dim, first, last, step)
+    return view_of(func, x, args, lambda: x.like(*inner))
 
 
 @OPS.implements(aten.split.Tensor, aten.split_with_sizes.default)
@@ -56,6 +60,7 @@ def _split(func: Any, x: Blockwise8bitTensor, sizes: Any, dim: int = 0) -> Any:
     """split, chunk: distribute_tensor, DTensor.redistribute."""
     dim %= max(1, x.dim())
     pieces, start = [], 0
+    x.ungroup_()
     with torch.inference_mode(x.is_inference()):
         for codes in func(x.codes, sizes, dim):
             scale_dim, low, high = _blocks(x, dim, start, start + codes.shape[dim])
@@ -71,6 +76,7 @@ def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Blockwise8bitTensor:
     if not isinstance(first, Blockwise8bitTensor) or not all(first.same_layout(x) for x in tensors):
         raise NotImplementedError("cat takes Blockwise8bitTensors of one layout: call .dequantize() on them first")
     dim %= max(1, first.dim())
+    first, tensors = first.by_rows(), [x.by_rows() for x in tensors]  # type: ignore[attr-defined]
     codes = torch.cat([x.codes for x in tensors], dim)  # type: ignore[attr-defined]
     whole = first.like(codes, codes.new_zeros(scale_shape(codes.shape, first.block_size, first.code)).to(first.scale))
     start = 0
@@ -86,6 +92,7 @@ def _index_select(func: Any, x: Blockwise8bitTensor, dim: int, index: Tensor) ->
     """Rows in another order: DTensor.full_tensor where two mesh dimensions shard the rows."""
     if x.dim() < 2 or dim % x.dim() != 0:
         raise NotImplementedError(f"index_select of a Blockwise8bitTensor takes rows (dim 0), got dim {dim}. {_REMEDY}")
+    x = x.by_rows()
     return x.like(func(x.codes, 0, index), func(x.scale, 0, index))
 
 
@@ -96,6 +103,7 @@ def _pad(func: Any, x: Blockwise8bitTensor, pad: list[int], value: float = 0) ->
         raise NotImplementedError(
             f"pad of a Blockwise8bitTensor appends zeros, got pad={pad}, value={value}: call .dequantize() first"
         )
+    x = x.by_rows()
     codes = func(x.codes, pad, 0)
     wanted = scale_shape(codes.shape, x.block_size, x.code)
     grown = [size - old for size, old in zip(wanted, x.scale.shape, strict=True)]
@@ -108,8 +116,9 @@ def _container(
 ) -> Any:
     """Copies that torch.distributed.checkpoint.async_save stages; shards of no rows."""
     codes = func(x.codes, size, device=device)
-    scale = func(x.scale, scale_shape(codes.shape, x.block_size, x.code), device=device)
-    return x.like(codes, scale, float_dtype(dtype, x.dtype, OPS.owner))
+    rows = x.rows_per_block if codes.shape[1:] == x.shape[1:] else 1
+    scale = func(x.scale, scale_shape(codes.shape, x.block_size, x.code, rows), device=device)
+    return x.like(codes, scale, float_dtype(dtype, x.dtype, OPS.owner), rows)
 
 
 @OPS.implements(aten.view.default)
@@ -120,11 +129,11 @@ def _view(func: Any, x: Blockwise8bitTensor, size: Any) -> Any:
             f"view of a Blockwise8bitTensor of shape {tuple(x.shape)} as {tuple(size)}: its blocks belong to its "
             "shape. Call .dequantize() first."
         )
-    return view_of(func, x, (size,), lambda: x.like(aten.alias(x.codes), aten.alias(x.scale)))
+    return view_of(func, x, (size,), lambda: x.alias(aten.alias(x.codes)))
 
 
 collectives.implement(
     OPS,
     has_rows=lambda x: x.dim() >= 2,
-    encode=lambda x, value: x.from_float(value, x.block_size, x.code),
+    encode=lambda x, value: x.ungroup_().from_float(value, x.block_size, x.code),
 )

@@ -92,4 +92,6 @@ def _finished(func: Any, *args: Any) -> Any:
 
 
 def _parts(x: Any) -> list[Tensor]:
+    if hasattr(x, "ungroup_"):  # all ranks exchange the form in which each row has a scale of its own
+        x.ungroup_()
     return [x] if type(x) is Tensor else [getattr(x, name) for name in x.__tensor_flatten__()[0]]
