@@ -1,9 +1,8 @@
 """The Triton kernel of the Adam step: the twin of `qsub.optim.step` for all parameters of a group at once.
 
-Each program reads which part of which parameter is its own from a map, and the addresses from a table in device
-memory. It works on BLOCKS blocks of one parameter, or on as many elements where the state is fp32.
-
-Kind of a parameter: `layout * 9 + its dtype * 3 + dtype of the gradient`. A launch compiles those it has (KINDS).
+Each program reads from a map which part of which parameter is its own, and addresses from a table in device memory. It
+works on BLOCKS blocks of one parameter, or on as many elements where the state is fp32.
+Kind of a chunk: `layout * 9 + dtype of parameter * 3 + dtype of gradient`. A launch compiles those it has (KINDS).
 """
 
 # What Triton's functions take and return is the compiler's matter, not that of a type checker.
@@ -22,20 +21,21 @@ from qsub.optim.codes_kernel import (
     exponent_range,
     load_scale,
     random_bits,
-    round_to_bf16,
+    store_param,
     store_scale,
 )
 from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, load_scalars
 from qsub.optim.step import LEAST_ROOT
 
 # Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that
-# loads and stores are 16 bytes wide.
+# loads and stores are 16 bytes wide. The last chunk of a parameter has a layout of its own where it isn't.
 FLAT = tl.constexpr(0)  # 8-bit state, aligned, blocks follow each other without gaps
 ROWS = tl.constexpr(1)  # 8-bit state, aligned, the last block of a row is short
-RAGGED = tl.constexpr(2)  # 8-bit state, any length and address
-FLOAT = tl.constexpr(3)  # fp32 state, aligned
-FLOAT_RAGGED = tl.constexpr(4)  # fp32 state, any length and address
-N_KINDS = tl.constexpr(5 * 9)
+QUADS = tl.constexpr(2)  # 8-bit state, every address a multiple of 16 bytes, every row length one of 4 elements
+RAGGED = tl.constexpr(3)  # 8-bit state, any length and address
+FLOAT = tl.constexpr(4)  # fp32 state, aligned
+FLOAT_RAGGED = tl.constexpr(5)  # fp32 state, any length and address
+N_KINDS = tl.constexpr(6 * 9)
 
 # Columns of the table, int64. Moments come in the order exp_avg, exp_avg_sq, max_exp_avg_sq.
 MOMENT = tl.constexpr(0)  # 3 addresses: codes, or fp32 values
@@ -44,8 +44,7 @@ LENGTH = tl.constexpr(6)  # elements per row; of the whole parameter in the layo
 ROW_BLOCKS = tl.constexpr(7)  # blocks per row
 BLOCK_COUNT = tl.constexpr(8)  # blocks of the parameter
 FIRST_BLOCK = tl.constexpr(9)  # blocks (elements where the state is fp32) of the whole parameter before this shard
-KIND = tl.constexpr(10)
-COUNT = tl.constexpr(11)  # elements of the parameter
+COUNT = tl.constexpr(10)  # elements of the parameter
 N_COLUMNS = tl.constexpr(12)
 
 _INF = tl.constexpr(float("inf"))
@@ -102,16 +101,6 @@ def _adam(
 
 
 @triton.jit
-def _store_param(address, value, bits, mask, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
-    if STOCHASTIC and DTYPE == tl.bfloat16:
-        value = round_to_bf16(value, bits)
-    if DTYPE == tl.float32:
-        tl.store(address, value, mask=mask)
-    else:
-        tl.store(address, value.to(DTYPE, fp_downcast_rounding="rtne"), mask=mask)
-
-
-@triton.jit
 def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(address).to(tl.pointer_type(dtype))
     if ALIGNED:
@@ -149,8 +138,9 @@ def _step_8bit(
     block_count = tl.load(row + BLOCK_COUNT)
     first_block = tl.load(row + FIRST_BLOCK)
     row_blocks = tl.load(row + ROW_BLOCKS).to(tl.int32)
-    if LAYOUT == ROWS:
-        length = tl.multiple_of(length, 16)
+    STEP: tl.constexpr = 16 if LAYOUT == ROWS else 4  # of row lengths
+    if LAYOUT == ROWS or LAYOUT == QUADS:
+        length = tl.multiple_of(length, STEP)
     if AMSGRAD:
         largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
     if LAYOUT == RAGGED:
@@ -174,8 +164,8 @@ def _step_8bit(
         if LAYOUT == RAGGED:  # the last of rows that share a block may be fewer
             left = tl.minimum(left, count - place)
         left = tl.minimum(left, BLOCK_SIZE).to(tl.int32)
-        if LAYOUT == ROWS:
-            left = tl.multiple_of(left, 16)
+        if LAYOUT != RAGGED:
+            left = tl.multiple_of(left, STEP)
         inner = place[:, None] + lane
         mask = (lane < left[:, None]) & exists[:, None]
 
@@ -200,7 +190,7 @@ def _step_8bit(
 
     place = ((first_block + start) + number) * BLOCK_SIZE
     bits = random_bits(scalars[8], scalars[9], place[:, None], lane)
-    _store_param(param_ptr + origin + inner, param, bits, mask, PARAM, STOCHASTIC)
+    store_param(param_ptr + origin + inner, param, bits, mask, PARAM, STOCHASTIC)
 
     # An element whose v is not finite restarts from zero state. One look at the largest exponent of all spares the
     # usual case a test of each element.
@@ -271,7 +261,7 @@ def _step_float32(
         bits = inner
         if STOCHASTIC and PARAM == tl.bfloat16:
             bits = random_bits(scalars[8], scalars[9], tl.load(row + FIRST_BLOCK) + start + inner, 0)
-        _store_param(param_ptr + inner, param, bits, mask, PARAM, STOCHASTIC)
+        store_param(param_ptr + inner, param, bits, mask, PARAM, STOCHASTIC)
         tl.store(first_ptr + inner, exp_avg, mask=mask)
         tl.store(second_ptr + inner, exp_avg_sq, mask=mask)
         if AMSGRAD:
@@ -328,11 +318,12 @@ def adam_kernel(
     """The step of every parameter, in place.
 
     Args:
-        programs: (grid / PROGRAMS, 2) int32: parameter, and first chunk (of BLOCKS * BLOCK_SIZE elements).
+        programs: (grid / PROGRAMS, 3) int32: parameter, first chunk (of BLOCKS * BLOCK_SIZE elements), and their kind
+            with the number of chunks in the bits from the ninth on.
         table: (count, N_COLUMNS) int64.
         addresses: (count, 2) int64, of the parameter and of its gradient.
         scalars: (count, N_SCALARS) int32, from `prepare_kernel`.
-        KINDS: bit k is set if a parameter of kind k is in the table.
+        KINDS: bit k is set if there is a chunk of kind k.
         BLOCK_SIZE: elements per block.
         BLOCKS: blocks per program.
         PROGRAMS: programs per row of `programs`.
@@ -342,18 +333,19 @@ def adam_kernel(
         SMALL_EPS: eps is so small that it doesn't keep the update from division by zero.
     """
     program = tl.program_id(0)
-    entry = programs + (program // PROGRAMS) * 2
+    entry = programs + (program // PROGRAMS) * 3
+    number = program % PROGRAMS
     index = tl.load(entry)
-    chunk = tl.load(entry + 1) + program % PROGRAMS
+    chunk = tl.load(entry + 1) + number
+    kind = tl.load(entry + 2)
     scalar_row = scalars + index * N_SCALARS
     address = addresses + index * 2
     row = table + index * N_COLUMNS
-    kind = tl.load(row + KIND)
     values = load_scalars(scalar_row)
-    if tl.load(scalar_row + ACTIVE) != 0:
+    if (tl.load(scalar_row + ACTIVE) != 0) & (number < kind >> 8):
         for k in tl.static_range(N_KINDS):
             if (KINDS >> k) & 1:
-                if kind == k:
+                if (kind & 255) == k:
                     _step_kind(
                         address, row, chunk, values, k, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD, STOCHASTIC, SMALL_EPS
                     )

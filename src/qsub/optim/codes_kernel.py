@@ -142,3 +142,14 @@ def round_to_bf16(value, bits):
     noise = ((bits * _MULTIPLIER_3) >> 16) & 0xFFFF
     rounded = ((value.to(tl.int32, bitcast=True) + noise) & -0x10000).to(tl.float32, bitcast=True)
     return tl.where(tl.abs(value) < float("inf"), rounded, value)
+
+
+@triton.jit
+def store_param(address, value, bits, mask, DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Store an fp32 parameter in its dtype."""
+    if STOCHASTIC and DTYPE == tl.bfloat16:
+        value = round_to_bf16(value, bits)
+    if DTYPE == tl.float32:
+        tl.store(address, value, mask=mask)
+    else:
+        tl.store(address, value.to(DTYPE, fp_downcast_rounding="rtne"), mask=mask)

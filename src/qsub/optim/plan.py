@@ -1,9 +1,10 @@
 """What one launch needs to know of the parameters of a group on one device, in device memory."""
 
 import functools
+import math
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class _Row:
     """One parameter: its row of the table, its state tensors in the order of their addresses, its work."""
 
     layout: int
+    last: int  # layout of the last chunk
     count: int
     length: int
     row_blocks: int
@@ -56,62 +58,72 @@ class _Row:
     chunks: int
     first: int
     values: list[Tensor]
-    scales: list[Tensor | None] = field(default_factory=list)  # None for a moment in fp32
+    scales: list[Tensor | None]  # None for a moment in fp32
 
-    def columns(self, kind: int) -> list[int]:
+    def columns(self) -> list[int]:
         row = [0] * kernel.N_COLUMNS.value
         for place, tensor in enumerate(self.values):
             row[kernel.MOMENT.value + place] = tensor.data_ptr()
         for place, tensor in enumerate(self.scales):
             row[kernel.SCALE.value + place] = 0 if tensor is None else tensor.data_ptr()
         row[kernel.LENGTH.value], row[kernel.ROW_BLOCKS.value] = self.length, self.row_blocks
-        row[kernel.BLOCK_COUNT.value], row[kernel.KIND.value] = self.blocks, kind
+        row[kernel.BLOCK_COUNT.value], row[kernel.COUNT.value] = self.blocks, self.count
         row[kernel.FIRST_BLOCK.value] = self.first
-        row[kernel.COUNT.value] = self.count
         return row
 
+    def tensors(self) -> list[Tensor]:
+        return [*self.values, *(scale for scale in self.scales if scale is not None)]
 
-def _tensors(values: list[Tensor], scales: list[Tensor | None]) -> list[Tensor]:
-    return [*values, *(tensor for tensor in scales if tensor is not None)]
+    def work(self) -> list[tuple[int, int, int]]:
+        """Layout, first chunk and number of chunks: of all of them, or of all but the last one and of that."""
+        if self.layout == self.last or not self.chunks:
+            return [(self.layout, 0, self.chunks)]
+        body = [(self.layout, 0, self.chunks - 1)] if self.chunks > 1 else []
+        return [*body, (self.last, self.chunks - 1, 1)]
 
 
 def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, aligned: bool) -> _Row:
     part = local(param)
     where = f"state of a parameter of shape {tuple(param.shape)} on {part.device}"
-    is_8bit = isinstance(moments[0], Blockwise8bitTensor)
-    coded = [isinstance(moment, Blockwise8bitTensor) for moment in moments]
-    values = [moment.codes if yes else moment for moment, yes in zip(moments, coded, strict=True)]
-    scales = [moment.scale if yes else None for moment, yes in zip(moments, coded, strict=True)] if is_8bit else []
-    if not all(tensor.is_contiguous() and tensor.device == part.device for tensor in _tensors(values, scales)):
+    is_8bit, count = isinstance(moments[0], Blockwise8bitTensor), part.numel()
+    values = [moment.codes if isinstance(moment, Blockwise8bitTensor) else moment for moment in moments]
+    scales = [moment.scale if isinstance(moment, Blockwise8bitTensor) else None for moment in moments]
+    if is_8bit:
+        grouped = moments[0].rows_per_block
+        (rows, length), total = row_shape(part.shape, grouped), math.prod(scales[0].shape[:2])
+        first, chunks = first_block(param, block_size, grouped), -(-total // blocks)
+        flat = rows <= 1 or length % block_size == 0
+        length, row_blocks = (count, total) if flat else (length, total // rows)
+        rest = count % (16 if flat else length)  # what a wide access must not touch
+        layout = kernel.FLAT.value if flat else kernel.ROWS.value if length % 16 == 0 else kernel.QUADS.value
+        aligned, ragged = aligned and (flat or length % 4 == 0), kernel.RAGGED.value
+    else:
+        first, chunks = first_block(param, 1), -(-count // (blocks * block_size))
+        length, row_blocks, total, rest = count, 1, count, count % 16
+        layout, ragged = kernel.FLOAT.value, kernel.FLOAT_RAGGED.value
+        aligned = aligned and count >= _ALIGNED_FLOAT
+    layout = layout if aligned and not any(tensor.data_ptr() & 15 for tensor in values) else ragged
+    row = _Row(layout, ragged if rest else layout, count, length, row_blocks, total, chunks, first, values, scales)
+    if not all(tensor.is_contiguous() and tensor.device == part.device for tensor in row.tensors()):
         raise ValueError(f"{where} must be contiguous and on that device. Load it with load_state_dict.")
-    aligned = aligned and not any(tensor.data_ptr() & 15 for tensor in values)
-    count = part.numel()
-    first = first_block(param, block_size, moments[0].rows_per_block) if is_8bit else first_block(param, 1)
-    if not is_8bit:
-        wide = aligned and count >= _ALIGNED_FLOAT and count % 16 == 0
-        layout = kernel.FLOAT.value if wide else kernel.FLOAT_RAGGED.value
-        return _Row(layout, count, count, 1, count, -(-count // (blocks * block_size)), first, values)
-    rows, length = row_shape(part.shape, moments[0].rows_per_block)
-    total = scales[0].numel() // 2
-    chunks = -(-total // blocks)
-    aligned = aligned and (rows * length == count or length == block_size and count % 16 == 0)
-    if length % block_size == 0 and aligned:
-        return _Row(kernel.FLAT.value, count, count, 1, total, chunks, first, values, scales)
-    layout = kernel.ROWS.value if length % 16 == 0 and aligned else kernel.RAGGED.value
-    return _Row(layout, count, length, scales[0].shape[1], total, chunks, first, values, scales)
+    return row
 
 
-def _program_map(chunks: list[int], kinds: list[int]) -> Tensor:
-    """(entries, 2) int32: parameter and first chunk of each PROGRAMS programs.
+def _program_map(work: list[tuple[int, int, int, int]]) -> Tensor:
+    """(entries, 3) int32 of PROGRAMS programs each, as `adam_kernel` takes them.
 
-    Parameters of a kind follow each other, small ones first: the kinds run different code, and a multiprocessor
+    Chunks of a kind follow each other, small parameters first: the kinds run different code, and a multiprocessor
     that goes back and forth between them has to fetch it again and again.
+
+    Args:
+        work: kind, slot of the parameter, first chunk and number of chunks.
     """
-    order = torch.tensor(sorted(range(len(chunks)), key=lambda slot: (-kinds[slot], slot)), device="cpu")
-    entries = torch.tensor([-(-count // PROGRAMS) for count in chunks], device="cpu")[order]
-    param = torch.repeat_interleave(order, entries)
-    first = torch.arange(len(param), device="cpu") - torch.repeat_interleave(entries.cumsum(0) - entries, entries)
-    return torch.stack([param, first * PROGRAMS], dim=1).to(torch.int32)
+    table = torch.tensor(sorted(work, key=lambda entry: (-entry[0], entry[1])), device="cpu").view(-1, 4)
+    entries = -(-table[:, 3] // PROGRAMS)
+    kind, slot, first, chunks = torch.repeat_interleave(table, entries, dim=0).unbind(1)
+    place = torch.arange(len(kind), device="cpu") - torch.repeat_interleave(entries.cumsum(0) - entries, entries)
+    left = (chunks - place * PROGRAMS).clamp(max=PROGRAMS)
+    return torch.stack([slot, first + place * PROGRAMS, kind | left << 8], dim=1).to(torch.int32)
 
 
 def _gather_steps(states: list[dict[str, Any]], device: torch.device) -> Tensor:
@@ -177,31 +189,31 @@ class Plan:
             _describe(param, [state[key] for key in keys], block_size, self.blocks, id(param) not in unaligned)
             for param, state in zip(params, states, strict=True)
         ]
-        kinds = [
-            row.layout * 9 + _DTYPES[kernel_dtype(part)] * 3 + _DTYPES[dtype]
-            for row, part, dtype in zip(rows, parts, grad_dtypes, strict=True)
+        work = [
+            (layout * 9 + _DTYPES[kernel_dtype(part)] * 3 + _DTYPES[dtype], slot, first, chunks)
+            for slot, (row, part, dtype) in enumerate(zip(rows, parts, grad_dtypes, strict=True))
+            for layout, first, chunks in row.work()
         ]
         # A shard may have no rows here. It has no programs then, but its step counts, as on the other ranks.
         self.empty = [slot for slot, part in enumerate(parts) if part.numel() == 0]
-        used = (1 << kind for row, kind in zip(rows, kinds, strict=True) if row.chunks)
-        self.kinds: int = functools.reduce(operator.or_, used, 0)
+        self.kinds: int = functools.reduce(operator.or_, (1 << kind for kind, _, _, chunks in work if chunks), 0)
         self.aligned = [row.layout not in (kernel.RAGGED.value, kernel.FLOAT_RAGGED.value) for row in rows]
         self.steps = _gather_steps(states, device)
         for state, view in zip(states, self.steps.unbind(), strict=True):
             state["step"] = view
         self._states = states
         self._held = {key: [state[key] for state in states] for key in ("step", *keys)}
-        self._tensors = [tensor for row in rows for tensor in _tensors(row.values, row.scales)]
+        self._tensors = [tensor for row in rows for tensor in row.tensors()]
         moments = [state[key] for state in states for key in keys]
         shared = [moment for moment in moments if getattr(moment, "rows_per_block", 1) > 1]
         self._shared = [(moment, moment.scale) for moment in shared]  # a slice of one gives it other scales
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._seen: list[int] | None = None  # ids of the values of the optimizer's state when last looked through
-        columns = [row.columns(kind) for row, kind in zip(rows, kinds, strict=True)]
+        columns = [row.columns() for row in rows]
         table = torch.tensor(columns, dtype=torch.int64, device="cpu")
         self.table = torch.empty_like(table, device=device)
         upload(self.table, table)
-        programs = _program_map([row.chunks for row in rows], kinds)
+        programs = _program_map(work)
         self.programs = torch.empty_like(programs, device=device)
         upload(self.programs, programs)
         self.scalars = torch.empty(len(rows), N_SCALARS.value, dtype=torch.int32, device=device)

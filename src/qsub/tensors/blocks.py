@@ -19,9 +19,15 @@ def row_shape(shape: torch.Size | tuple[int, ...], rows_per_block: int = 1) -> t
 
 
 def fitting_rows(shape: torch.Size | tuple[int, ...], block_size: int) -> int:
-    """How many whole rows of a parameter fit into a block; 1 where a row is longer than half a block."""
+    """How many whole rows of a parameter share a block: 1 where a row is longer than half of it.
+
+    As many as fit in, but for a multiple of 4 elements where more than half a block is one: memory is read 4 at a time.
+    """
     length = row_shape(shape)[1]
-    return max(1, block_size // length) if len(shape) >= 2 and length else 1
+    if len(shape) < 2 or not 0 < length <= block_size // 2:
+        return 1
+    numbers = range(block_size // (2 * length) + 1, block_size // length + 1)
+    return max(numbers, key=lambda rows: (rows * length % 4 == 0, rows))
 
 
 def is_dynamic(code: str) -> bool:
