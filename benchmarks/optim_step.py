@@ -48,6 +48,7 @@ SETS: dict[str, Callable[[], list[tuple[int, ...]]]] = {
     "rows-of-3": lambda: [(500_000, 3)] * 32,
     "rows-of-8": lambda: [(187_500, 8)] * 32,
     "rows-of-14": lambda: [(107_142, 14)] * 32,
+    "rows-of-45": lambda: [(33_333, 15, 3)] * 32,
     "tiny": lambda: [(64 * i, 64) for i in range(1, 21)] + [(64,)] * 20,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

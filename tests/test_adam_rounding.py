@@ -125,7 +125,7 @@ def test_int8_weights_are_written_back_without_bias_and_reproducibly():
 def test_the_maximum_of_amsgrad_keeps_no_rounding_errors():
     """After 1,000 and after 6,000 steps it is torch's within a step of the code, and within 1% in the mean.
 
-    A step is 9% in a block of 30 octaves, which has 254 // 30 = 8 codes to the octave; the blocks here have fewer octaves.
+    A step is 9% in a block of 30 octaves, which has 254 // 30 = 8 codes to the octave; the blocks here have fewer.
 
     The control is the maximum of an exp_avg_sq that is rounded stochastically: it keeps each upward draw.
     """

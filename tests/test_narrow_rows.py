@@ -80,7 +80,7 @@ def test_compiled_steps_equal_eager_ones(shape, options):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_fp32_adam(shape):
-    """30 steps: the distance from fp32 Adam is under 5% of the way, as for long rows (docs/optimizers.md); 4-bit isn't."""
+    """30 steps: the distance from fp32 Adam is under 5% of the way, as for long rows (docs/optimizers.md)."""
     start = run(shape, [])[0]
     exact = run(shape, range(30), state_bits=32, weight_decay=0.0)[0]
     coded = run(shape, range(30), weight_decay=0.0)[0]
@@ -228,7 +228,7 @@ print(peak() - before)
 @pytest.mark.parametrize("ungrouped", [False, True])
 @pytest.mark.parametrize("shape", ["(1_500_000, 1)", "(500_000, 3)"])
 def test_no_large_temporaries(shape, ungrouped):
-    """The process grows by parameter, gradient, state and its copy (at most 24 MB here) and by less than 64 MiB more."""
+    """The process grows by parameter, gradient, state and its copy (24 MB at most) and by less than 64 MiB more."""
     result = subprocess.run([sys.executable, "-c", _PEAK % (shape, ungrouped)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) < 24 + 64

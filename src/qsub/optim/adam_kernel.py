@@ -27,8 +27,8 @@ from qsub.optim.codes_kernel import (
 from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, load_scalars
 from qsub.optim.step import LEAST_ROOT
 
-# Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that
-# loads and stores are 16 bytes wide. The last chunk of a parameter has a layout of its own where it isn't.
+# Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that loads and
+# stores are 16 bytes wide. The last chunk of a parameter has a layout of its own where it isn't.
 FLAT = tl.constexpr(0)  # 8-bit state, aligned, blocks follow each other without gaps
 ROWS = tl.constexpr(1)  # 8-bit state, aligned, the last block of a row is short
 QUADS = tl.constexpr(2)  # 8-bit state, every address a multiple of 16 bytes, every row length one of 4 elements
@@ -66,11 +66,7 @@ def _adam(
     """`qsub.optim.step.adam_step`, with fewer instructions: last bits may differ.
 
     Args:
-        param: fp32, as all that follow.
-        grad: gradient.
-        exp_avg: first moment.
-        exp_avg_sq: second moment.
-        largest: largest second moment so far (amsgrad).
+        param: fp32, as grad, exp_avg, exp_avg_sq and largest, the largest second moment so far (amsgrad).
         scalars: from `load_scalars`.
         DECOUPLED: AdamW rather than Adam.
         AMSGRAD: see `adam_kernel`.
@@ -138,9 +134,8 @@ def _step_8bit(
     block_count = tl.load(row + BLOCK_COUNT)
     first_block = tl.load(row + FIRST_BLOCK)
     row_blocks = tl.load(row + ROW_BLOCKS).to(tl.int32)
-    STEP: tl.constexpr = 16 if LAYOUT == ROWS else 4  # of row lengths
-    if LAYOUT == ROWS or LAYOUT == QUADS:
-        length = tl.multiple_of(length, STEP)
+    STEP: tl.constexpr = 16 if LAYOUT == ROWS else (4 if LAYOUT == QUADS else 1)
+    length = tl.multiple_of(length, 1 if LAYOUT == FLAT else STEP)
     if AMSGRAD:
         largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
     if LAYOUT == RAGGED:
@@ -149,24 +144,25 @@ def _step_8bit(
     lane = tl.arange(0, BLOCK_SIZE)[None, :]
     start = chunk.to(tl.int64) * BLOCKS  # block
     exists = number < (block_count - start).to(tl.int32)
-    origin = start * 0
+    # Elements are counted from the first one here, in 32 bits.
     if LAYOUT == FLAT:
         origin = start * BLOCK_SIZE
         inner = number[:, None] * BLOCK_SIZE + lane
         left = tl.multiple_of(tl.minimum(length - origin, BLOCKS * BLOCK_SIZE).to(tl.int32), 16)
         mask = inner < left
     else:
-        block = start.to(tl.int32) + number
-        row_number = block // row_blocks
-        column = (block - row_number * row_blocks).to(tl.int64) * BLOCK_SIZE
-        place = row_number.to(tl.int64) * length + column
+        first = start.to(tl.int32)
+        first_row = first // row_blocks
+        first_column = (first - first_row * row_blocks).to(tl.int64) * BLOCK_SIZE
+        origin = first_row.to(tl.int64) * length + first_column
+        row_number = (first + number) // row_blocks
+        column = (first + number - row_number * row_blocks).to(tl.int64) * BLOCK_SIZE
+        place = (row_number - first_row).to(tl.int64) * length + column - first_column
         left = length - column
         if LAYOUT == RAGGED:  # the last of rows that share a block may be fewer
-            left = tl.minimum(left, count - place)
-        left = tl.minimum(left, BLOCK_SIZE).to(tl.int32)
-        if LAYOUT != RAGGED:
-            left = tl.multiple_of(left, STEP)
-        inner = place[:, None] + lane
+            left = tl.minimum(left, count - origin - place)
+        left = tl.multiple_of(tl.minimum(left, BLOCK_SIZE).to(tl.int32), STEP)
+        inner = place.to(tl.int32)[:, None] + lane
         mask = (lane < left[:, None]) & exists[:, None]
 
     param = tl.load(param_ptr + origin + inner, mask=mask, other=0.0).to(tl.float32)
@@ -294,10 +290,14 @@ def _step_kind(
             addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, 4, PART, DECOUPLED, AMSGRAD, STOCHASTIC, SMALL_EPS
         )
     else:
-        _step_8bit(
-            addresses, row, chunk, scalars, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS, DECOUPLED, AMSGRAD,
-            STOCHASTIC, SMALL_EPS,
-        )  # fmt: skip
+        # Where accesses are narrow, a thread works on many blocks: all at a time would not fit into its registers.
+        WANTED: tl.constexpr = 1 if LAYOUT <= ROWS else (2 if LAYOUT == QUADS else 8)
+        PARTS: tl.constexpr = WANTED if BLOCKS > WANTED else BLOCKS
+        for part in range(PARTS):
+            _step_8bit(
+                addresses, row, chunk * PARTS + part, scalars, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS // PARTS,
+                DECOUPLED, AMSGRAD, STOCHASTIC, SMALL_EPS,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -22,6 +22,9 @@ from qsub.tensors.rowwise import Int8RowwiseTensor
 PROGRAMS = 8  # programs per entry of the program map
 _TILE = 512  # elements per program, of one warp: the fastest on an H200 (benchmarks/optim_step.py)
 _ALIGNED_FLOAT = 1 << 16  # fewer elements with fp32 state take the ragged layout, to compile one layout less
+# Layouts by the elements that row lengths are multiples of; 0 where there are no rows.
+_LAYOUTS = {0: kernel.FLAT.value, 16: kernel.ROWS.value, 8: kernel.QUADS.value, 4: kernel.QUADS.value}
+_LAYOUTS |= {2: kernel.RAGGED.value, 1: kernel.RAGGED.value}
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as adam_kernel numbers them
 
 
@@ -95,8 +98,8 @@ def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, a
         flat = rows <= 1 or length % block_size == 0
         length, row_blocks = (count, total) if flat else (length, total // rows)
         rest = count % (16 if flat else length)  # what a wide access must not touch
-        layout = kernel.FLAT.value if flat else kernel.ROWS.value if length % 16 == 0 else kernel.QUADS.value
-        aligned, ragged = aligned and (flat or length % 4 == 0), kernel.RAGGED.value
+        step = 0 if flat else math.gcd(length, 16)
+        layout, ragged = _LAYOUTS[step], kernel.RAGGED.value
     else:
         first, chunks = first_block(param, 1), -(-count // (blocks * block_size))
         length, row_blocks, total, rest = count, 1, count, count % 16

@@ -21,13 +21,14 @@ def row_shape(shape: torch.Size | tuple[int, ...], rows_per_block: int = 1) -> t
 def fitting_rows(shape: torch.Size | tuple[int, ...], block_size: int) -> int:
     """How many whole rows of a parameter share a block: 1 where a row is longer than half of it.
 
-    As many as fit in, but for a multiple of 4 elements where more than half a block is one: memory is read 4 at a time.
+    It is the number that steps fastest on a GPU: as many as fit in, or fewer that have a multiple of 4 or 16 elements,
+    which are read at a time.
     """
     length = row_shape(shape)[1]
     if len(shape) < 2 or not 0 < length <= block_size // 2:
         return 1
-    numbers = range(block_size // (2 * length) + 1, block_size // length + 1)
-    return max(numbers, key=lambda rows: (rows * length % 4 == 0, rows))
+    times = {16: 5, 8: 7, 4: 7, 2: 9, 1: 9}  # of a block, by that multiple: ratios measured on an H200
+    return min(range(block_size // length, 0, -1), key=lambda rows: times[math.gcd(rows * length, 16)] / rows)
 
 
 def is_dynamic(code: str) -> bool:
