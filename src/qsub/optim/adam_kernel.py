@@ -24,7 +24,7 @@ from qsub.optim.codes_kernel import (
     store_param,
     store_scale,
 )
-from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, load_scalars
+from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, load_pointer, load_scalars
 from qsub.optim.step import LEAST_ROOT
 
 # Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that loads and
@@ -37,7 +37,7 @@ FLOAT = tl.constexpr(4)  # fp32 state, aligned
 FLOAT_RAGGED = tl.constexpr(5)  # fp32 state, any length and address
 N_KINDS = tl.constexpr(6 * 9)
 
-# Columns of the table, int64. Moments come in the order exp_avg, exp_avg_sq, max_exp_avg_sq.
+# Columns of the table, int64. Moments are exp_avg, exp_avg_sq, max_exp_avg_sq.
 MOMENT = tl.constexpr(0)  # 3 addresses: codes, or fp32 values
 SCALE = tl.constexpr(3)  # 3 addresses
 LENGTH = tl.constexpr(6)  # elements per row; of the whole parameter in the layouts that have no rows
@@ -66,7 +66,11 @@ def _adam(
     """`qsub.optim.step.adam_step`, with fewer instructions: last bits may differ.
 
     Args:
-        param: fp32, as grad, exp_avg, exp_avg_sq and largest, the largest second moment so far (amsgrad).
+        param: fp32, as those that follow.
+        grad: gradient.
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+        largest: largest second moment so far (amsgrad).
         scalars: from `load_scalars`.
         DECOUPLED: AdamW rather than Adam.
         AMSGRAD: see `adam_kernel`.
@@ -97,14 +101,6 @@ def _adam(
 
 
 @triton.jit
-def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = tl.load(address).to(tl.pointer_type(dtype))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
 def _step_8bit(
     addresses,
     row,
@@ -122,13 +118,13 @@ def _step_8bit(
 ):
     """`qsub.optim.step.step_8bit` on BLOCKS blocks."""
     ALIGNED: tl.constexpr = LAYOUT != RAGGED
-    param_ptr = _pointer(addresses, PARAM, ALIGNED)
-    grad_ptr = _pointer(addresses + 1, GRAD, ALIGNED)
-    first_ptr = _pointer(row + MOMENT, tl.uint8, ALIGNED)
+    param_ptr = load_pointer(addresses, PARAM, ALIGNED)
+    grad_ptr = load_pointer(addresses + 1, GRAD, ALIGNED)
+    first_ptr = load_pointer(row + MOMENT, tl.uint8, ALIGNED)
     # With amsgrad exp_avg_sq is fp32, so that the maximum keeps no rounding errors.
-    second_ptr = _pointer(row + (MOMENT + 1), tl.float32 if AMSGRAD else tl.uint8, ALIGNED)
-    first_scale_ptr = _pointer(row + SCALE, tl.uint16, False)
-    second_scale_ptr = _pointer(row + (SCALE + (2 if AMSGRAD else 1)), tl.uint16, False)
+    second_ptr = load_pointer(row + (MOMENT + 1), tl.float32 if AMSGRAD else tl.uint8, ALIGNED)
+    first_scale_ptr = load_pointer(row + SCALE, tl.uint16, False)
+    second_scale_ptr = load_pointer(row + (SCALE + (2 if AMSGRAD else 1)), tl.uint16, False)
     # All scalars are loaded ahead of the data: a load among the arithmetic would be waited for by itself.
     length = tl.load(row + LENGTH)
     block_count = tl.load(row + BLOCK_COUNT)
@@ -137,7 +133,7 @@ def _step_8bit(
     STEP: tl.constexpr = 16 if LAYOUT == ROWS else (4 if LAYOUT == QUADS else 1)
     length = tl.multiple_of(length, 1 if LAYOUT == FLAT else STEP)
     if AMSGRAD:
-        largest_ptr = _pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
+        largest_ptr = load_pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
     if LAYOUT == RAGGED:
         count = tl.load(row + COUNT)
     number = tl.arange(0, BLOCKS)
@@ -238,10 +234,10 @@ def _step_float32(
         if ALIGNED:
             left = tl.multiple_of(left, 16)
         mask = inner < left
-        param_ptr = _pointer(addresses, PARAM, ALIGNED) + start
-        grad_ptr = _pointer(addresses + 1, GRAD, ALIGNED) + start
-        first_ptr = _pointer(row + MOMENT, tl.float32, ALIGNED) + start
-        second_ptr = _pointer(row + (MOMENT + 1), tl.float32, ALIGNED) + start
+        param_ptr = load_pointer(addresses, PARAM, ALIGNED) + start
+        grad_ptr = load_pointer(addresses + 1, GRAD, ALIGNED) + start
+        first_ptr = load_pointer(row + MOMENT, tl.float32, ALIGNED) + start
+        second_ptr = load_pointer(row + (MOMENT + 1), tl.float32, ALIGNED) + start
         largest_ptr = second_ptr
         param = tl.load(param_ptr + inner, mask=mask, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + inner, mask=mask, other=0.0).to(tl.float32)
@@ -249,7 +245,7 @@ def _step_float32(
         exp_avg_sq = tl.load(second_ptr + inner, mask=mask, other=0.0)
         largest = exp_avg_sq
         if AMSGRAD:
-            largest_ptr = _pointer(row + (MOMENT + 2), tl.float32, ALIGNED) + start
+            largest_ptr = load_pointer(row + (MOMENT + 2), tl.float32, ALIGNED) + start
             largest = tl.load(largest_ptr + inner, mask=mask, other=0.0)
         param, exp_avg, exp_avg_sq, largest = _adam(
             param, grad, exp_avg, exp_avg_sq, largest, scalars, DECOUPLED, AMSGRAD, SMALL_EPS

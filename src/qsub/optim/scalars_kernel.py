@@ -170,3 +170,12 @@ def load_scalars(row):
         tl.load(row + SALT),
         tl.load(row + ADVANCE),
     )
+
+
+@triton.jit
+def load_pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer from the table in device memory; aligned ones are multiples of 16 bytes."""
+    pointer = tl.load(address).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
