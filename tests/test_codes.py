@@ -87,3 +87,32 @@ def test_row_code_rounds_stochastically_without_bias(weight, seed):
     # 127 * x / scale is formed in fp32, which moves it by up to 127 * 2**-23 codes before it meets the noise
     assert (value.mean(0) - weight[0].double()).abs().max() <= step * (1 / n + 2 * 127 * FP32_EPS)
     assert (value.amax(0) - value.amin(0)).max() <= step * 1.001  # only the two neighbours are drawn
+
+
+def test_a_value_that_a_code_stands_for_is_coded_as_that_whatever_the_noise():
+    """All codes and all fp16 scales. A step that changes nothing, with lr=0 or a zero gradient, moves nothing."""
+    scale = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)  # 0 to 65504, every one
+    int_data = torch.arange(-127, 128, dtype=torch.int8).expand(len(scale), -1)
+    value = codes.dequantize_rows(int_data, scale, torch.float32)
+    expected = torch.where(scale.unsqueeze(1) > 0, int_data, 0)
+    for noise in (0.0, 0.5, 1 - 2.0**-24):
+        again, same_scale = codes.quantize_rows(value, torch.full_like(value, noise))
+        assert torch.equal(again, expected) and torch.equal(same_scale, scale)
+    # The rule that floors `value * 127 / scale + noise` alone moves some.
+    floored = (value * 127 / scale.float().unsqueeze(1).clamp(min=2.0**-24)).floor()
+    assert (floored != expected).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("noise", [None, 0.0, 1 - 2.0**-24])
+def test_rows_that_have_their_value_already_keep_codes_and_scale(noise, dtype):
+    """Also a row whose largest code is under 127, as stochastic rounding leaves some; coded anew it would move."""
+    int_data = torch.randint(-90, 91, (64, 40), dtype=torch.int8)
+    scale = torch.rand(64).half()
+    weight = Int8RowwiseTensor(int_data.clone(), scale.clone(), dtype=dtype)
+    value = weight.dequantize()
+    value[7] *= 1.5
+    weight.requantize_(value, noise=None if noise is None else torch.full(value.shape, noise))
+    kept = torch.arange(64) != 7
+    assert torch.equal(weight.int_data[kept], int_data[kept]) and torch.equal(weight.scale[kept], scale[kept])
+    assert not torch.equal(weight.int_data[7], int_data[7])

@@ -8,6 +8,8 @@ header's metadata holds `format: pt` and one entry `qsub`, a JSON object:
      "tensors": {NAME: {"class": "Int8RowwiseTensor", "dtype": "float32", "scale_dim": -2}, ...},
      "shared": {NAME: NAME of the tensor that it is the same memory as, ...}}
 
+The entry of a weight that torch.optim has trained has "updates", the number of its stochastic roundings so far.
+
 Any reader of safetensors can read such a file; int8 data times scale / 127 is the weight.
 """
 
@@ -64,6 +66,8 @@ def describe(tensor: Tensor) -> dict[str, Any]:
     """Entry of a quantized tensor in the header."""
     meta = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
     fields = {key: value for key, value in meta.items() if key != "dtype"}
+    if getattr(tensor, "count", 0):  # of an Int8RowwiseTensor that has trained; see GatheredByRows
+        fields["updates"] = tensor.count  # type: ignore[attr-defined]
     return {"class": type(tensor).__name__, "dtype": str(tensor.dtype).removeprefix("torch."), **fields}
 
 

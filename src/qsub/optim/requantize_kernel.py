@@ -38,7 +38,7 @@ def _storable(value, codes, columns, K, old_step):
 
 @triton.jit
 def requantize_kernel(value, int_data, scale, hyper, seed, step, first_row, K, stride_wn, BLOCK: tl.constexpr):
-    """One row.
+    """One row. It stays as it is where its value has not changed.
 
     Args:
         value: (rows, K) fp32, contiguous.
@@ -58,25 +58,36 @@ def requantize_kernel(value, int_data, scale, hyper, seed, step, first_row, K, s
         int_data += row * stride_wn
         old_step = tl.load(scale + row).to(tl.float32) * (1.0 / 127.0)
         largest = tl.zeros((BLOCK,), dtype=tl.int32)
-        for start in range(0, K, BLOCK):
-            new = _storable(value, int_data, start + tl.arange(0, BLOCK), K, old_step)
-            largest = tl.maximum(largest, new.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # keeps NaN
-        absmax = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
-        new_scale = absmax.to(tl.float16)
-        above = (new_scale.to(tl.int16, bitcast=True) + 1).to(tl.int16).to(tl.float16, bitcast=True)
-        new_scale = tl.where(new_scale.to(tl.float32) < absmax, above, new_scale)
-        divisor = new_scale.to(tl.float32)
-        count = tl.load(step).to(tl.int32)
-        salt = mix(tl.load(seed) ^ _SEED ^ mix(count >> WINDOW))
+        moved = tl.zeros((BLOCK,), dtype=tl.int32)
         for start in range(0, K, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             new = _storable(value, int_data, columns, K, old_step)
-            bits = random_bits(salt, count * GOLDEN, (row + first_row) * K, columns)
-            noise = ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
-            scaled = tl.floor(tl.div_rn(new * 127.0, tl.where(divisor > 0, divisor, 1.0)) + noise)
-            codes = tl.where(divisor > 0, tl.minimum(tl.maximum(scaled, -127.0), 127.0), 0.0)
-            tl.store(int_data + columns, codes.to(tl.int8), mask=columns < K)
-        tl.store(scale + row, new_scale)
+            largest = tl.maximum(largest, new.to(tl.int32, bitcast=True) & 0x7FFFFFFF)  # keeps NaN
+            old = tl.load(int_data + columns, mask=columns < K, other=0).to(tl.float32) * old_step
+            moved |= (new != old).to(tl.int32)
+        if tl.max(moved, axis=0) != 0:  # else the codes are of this value already
+            absmax = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
+            new_scale = absmax.to(tl.float16)
+            above = (new_scale.to(tl.int16, bitcast=True) + 1).to(tl.int16).to(tl.float16, bitcast=True)
+            nearest_scale = new_scale.to(tl.float32)
+            reach = tl.maximum(nearest_scale, nearest_scale * (1.0 / 127.0) * 127.0)
+            new_scale = tl.where(reach < absmax, above, new_scale)
+            divisor = new_scale.to(tl.float32)
+            new_step = divisor * (1.0 / 127.0)
+            count = tl.load(step).to(tl.int32)
+            salt = mix(tl.load(seed) ^ _SEED ^ mix(count >> WINDOW))
+            for start in range(0, K, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                new = _storable(value, int_data, columns, K, old_step)
+                bits = random_bits(salt, count * GOLDEN, (row + first_row) * K, columns)
+                noise = ((bits >> 8) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08  # 2**-24
+                scaled = tl.div_rn(new * 127.0, tl.where(divisor > 0, divisor, 1.0))
+                nearest = tl.floor(scaled + 0.5)
+                exact = new == nearest * new_step
+                codes = tl.where(exact, nearest, tl.floor(scaled + noise))
+                codes = tl.where(divisor > 0, tl.minimum(tl.maximum(codes, -127.0), 127.0), 0.0)
+                tl.store(int_data + columns, codes.to(tl.int8), mask=columns < K)
+            tl.store(scale + row, new_scale)
 
 
 def requantize(param: Int8RowwiseTensor, value: Tensor, step: Tensor, hyper: HyperTensor, first_row: int) -> None:

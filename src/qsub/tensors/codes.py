@@ -62,16 +62,24 @@ def check_rows(weight: Tensor, name: str = "weight", first: int = 0) -> None:
         )
 
 
-def quantize_rows(weight: Tensor, noise: Tensor | None = None, absmax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    weight: Tensor,
+    noise: Tensor | None = None,
+    absmax: Tensor | None = None,
+    held: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Encode a float matrix: `scale = fp16(max|row|)`, `codes = round(row * 127 / scale)`.
 
     The division uses the rounded scale, in fp32. With `noise` the codes are rounded stochastically, and the scale
-    is rounded up so that no element is clamped: the expected value of the result is the input.
+    is rounded up so that no element is clamped: the expected value of the result is the input. A value that a code
+    stands for exactly, as `dequantize_rows` in fp32 gives it, becomes that code, whatever the noise.
 
     Args:
         weight: (rows, columns), any float dtype; finite, at most 65504 in magnitude.
         noise: (rows, columns) fp32, uniform in [0, 1), or None to round to nearest (half to even).
         absmax: (rows,) fp32, the largest magnitude of each row, where `weight` has only some of its columns.
+        held: codes and scale that are to be replaced. A row whose value they are already keeps them: coded anew, a row
+            whose largest code is under 127 would get another scale, and other codes.
 
     Returns:
         int8 codes (rows, columns) in [-127, 127] and the fp16 scale (rows,). A zero row has scale 0 and codes 0.
@@ -80,16 +88,34 @@ def quantize_rows(weight: Tensor, noise: Tensor | None = None, absmax: Tensor | 
     scale = absmax.to(torch.float16)  # (rows,)
     if noise is not None:
         above = (scale.view(torch.int16) + 1).view(torch.float16)
-        scale = torch.where(scale.float() < absmax, above, scale)
+        reach = torch.maximum(scale.float(), row_step(scale) * 127.0)  # code 127 may stand for a bit more than the scale
+        scale = torch.where(reach < absmax, above, scale)
     codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     rows = max(1, _CHUNK // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
         divisor = scale[part].float().unsqueeze(1)
-        scaled = (weight[part].float() * 127.0).div_(torch.where(divisor > 0, divisor, 1.0))
-        scaled = scaled.round_() if noise is None else scaled.add_(noise[part]).floor_()
-        codes[part] = torch.where(divisor > 0, scaled.clamp_(-127.0, 127.0), 0.0).to(torch.int8)
+        value = weight[part].float()
+        scaled = (value * 127.0).div_(torch.where(divisor > 0, divisor, 1.0))
+        if noise is None:
+            scaled = scaled.round_()
+        else:
+            nearest = (scaled + 0.5).floor_()
+            exact = value == nearest * row_step(scale[part]).unsqueeze(1)
+            scaled = torch.where(exact, nearest, scaled.add_(noise[part]).floor_())
+        scaled = torch.where(divisor > 0, scaled.clamp_(-127.0, 127.0), 0.0).to(torch.int8)
+        if held is not None:
+            wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            kept = (weight[part].to(wide) == dequantize_rows(held[0][part], held[1][part], wide)).all(1)
+            scaled = torch.where(kept.unsqueeze(1), held[0][part], scaled)
+            scale[part] = torch.where(kept, held[1][part], scale[part])
+        codes[part] = scaled
     return codes, scale
+
+
+def row_step(scale: Tensor) -> Tensor:
+    """What one code stands for, in fp32: `scale / 127`, as `dequantize_rows` and the kernels form it."""
+    return scale.float() * (1.0 / 127.0)
 
 
 def row_noise(weight: Tensor, update: int) -> Tensor:

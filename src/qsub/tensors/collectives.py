@@ -51,6 +51,10 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
         for place, parts in enumerate(zip(*map(_parts, outputs), strict=True)):
             rows = [[_parts(piece)[place].contiguous() for piece in row] for row in inputs]
             work = _finished(func, list(parts), rows, *group)
+        counts = [_count(x) for x in outputs]
+        if None not in counts:
+            work = _finished(func, counts, [[_count(piece) for piece in row] for row in inputs], *group)
+            _set_counts(outputs, counts)
         return outputs, work
 
     @table.implements(_c10d.broadcast_.default)
@@ -68,15 +72,36 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
         for x, value in zip(tensors, values, strict=True):
             for name, part in zip(x.__tensor_flatten__()[0], _parts(encode(x, value)), strict=True):
                 setattr(x, name, part)  # not in place: the caller's state may share the old ones
+            if _count(x) is not None:
+                x._updates = None  # as on the ranks that receive floats
         return tensors, work
 
 
 def broadcast_parts(func: Any, tensors: Iterable[Any], *group: Any) -> Any:
     """Broadcast plain tensors, and the inner tensors of others, with the arguments of `broadcast_`."""
     work = None
+    tensors = list(tensors)
     for part in (part for x in tensors for part in _parts(x)):
         work = _finished(func, [part], *group)
+    for x in tensors:
+        count = _count(x)
+        if count is not None:
+            work = _finished(func, [count], *group)
+            _set_counts([x], [count])
     return work
+
+
+def _count(x: Any) -> Any:
+    """Of a weight: the number of its stochastic roundings, (1,) int64. Replicas that begin to differ in it stay so."""
+    if not hasattr(x, "count_as"):
+        return None
+    return torch.tensor([x.count], device=x.int_data.device)
+
+
+def _set_counts(tensors: list[Any], counts: list[Tensor]) -> None:
+    for x, count in zip(tensors, counts, strict=True):
+        if x.device.type != "meta" and int(count) != x.count:
+            x.updates[0] = int(count)
 
 
 def _finished(func: Any, *args: Any) -> Any:

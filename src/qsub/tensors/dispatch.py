@@ -134,13 +134,15 @@ def called_from(module: str) -> bool:
     return False
 
 
-def reduced(tensor: Any) -> tuple[Any, ...]:
+def reduced(tensor: Any, state: dict[str, Any] | None = None) -> tuple[Any, ...]:
     """For `__reduce_ex__`: a tensor as its parts, so that torch.load takes any map_location.
 
+    `state` is what is saved besides them and the metadata that graphs depend on; the class takes it by keyword.
     torch's own way for subclasses (2.13) takes no functions there, and a function is what Lightning passes.
     """
     names, meta = tensor.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in names}
+    meta = {**meta, **(state or {})}
     return rebuild, (type(tensor), inner, meta, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
 
 

@@ -42,6 +42,8 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         outlier_threshold: with "int8", columns of the input over this magnitude are multiplied in float.
         backward_mode: None for the exact gradient of the input, "int8" for the product of quantized gradients.
         requires_grad: as in torch.nn.Parameter.
+        updates: how often the content was rounded stochastically so far. The next random bits depend on it, so it is
+            saved and copied with the content.
 
     Raises:
         TypeError: int_data is not int8, scale not fp16, or dtype not a float dtype.
@@ -68,10 +70,12 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         outlier_threshold: float | None = None,
         backward_mode: str | None = None,
         requires_grad: bool = False,
+        updates: int = 0,
     ):
         """See the class."""
         if isinstance(int_data, Int8RowwiseTensor) and scale is None:
             self = cls(int_data.int_data, int_data.scale, **int_data.fields(), requires_grad=requires_grad)
+            self._updates = int_data.updates
             self._is_param = True  # as nn.Parameter(int_data): this is how accelerate makes parameters
             return self
         if scale is None or int_data.dtype != torch.int8 or scale.dtype != torch.float16:
@@ -102,6 +106,8 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         )
         self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
         self.activations, self.outlier_threshold, self.backward_mode = activations, outlier_threshold, backward_mode
+        if updates:
+            self._updates = [int(updates)]
         return self
 
     @classmethod
@@ -141,7 +147,7 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         return math8.dequantize_rows(self.int_data, self.scale, dtype or self.dtype, self.scale_dim)
 
     def requantize_(self, value: Tensor, *, noise: Tensor | None = None) -> "Int8RowwiseTensor":
-        """Replace the content by the code of a float matrix, in place.
+        """Replace the content by the code of a float matrix, in place. Rows that have this value already stay as they are.
 
         Nothing is read back from the device, so values are not checked: a row with NaN, Inf or a magnitude over
         65504 becomes NaN, as a weight that diverged does. `copy_` checks.
@@ -159,8 +165,11 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
             raise ValueError(f"expected a float tensor of shape {tuple(self.shape)}, got {tuple(value.shape)}")
         float_dtype(value.dtype, value.dtype, "requantize_")
         rows = self.as_rows(value)
-        codes, scale = math8.quantize_rows(rows, None if noise is None else self.as_rows(noise))
-        self.as_rows(self.int_data).copy_(codes)
+        held = self.as_rows(self.int_data)
+        codes, scale = math8.quantize_rows(
+            rows, None if noise is None else self.as_rows(noise), held=(held, self.scale.view(-1))
+        )
+        held.copy_(codes)
         self.scale.copy_(scale.view(self.scale.shape))
         return self.written()
 
@@ -227,7 +236,7 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """torch.save, pickle, copy."""
-        return reduced(self)
+        return reduced(self, {"updates": self.count} if self.count else {})
 
     def _stable_hash_for_caching(self) -> str:
         """Key of torch.compile's caches."""

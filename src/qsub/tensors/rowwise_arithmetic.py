@@ -99,7 +99,8 @@ def _foreach_in_place(func: Any, tensors: list[Tensor], *args: Any, **kwargs: An
     The list may hold plain tensors, the biases of the layers.
     """
     dtype = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
-    values = [_plain(x, dtype) for x in tensors]
+    # Decoded in fp32 first: what no update has changed is then recognized by its value.
+    values = [x.decode(torch.float32).to(dtype) if isinstance(x, Int8RowwiseTensor) else x.to(dtype) for x in tensors]
     func(values, *(_plain(arg, dtype) for arg in args), **kwargs)
     for x, value in zip(tensors, values, strict=True):
         if isinstance(x, Int8RowwiseTensor):

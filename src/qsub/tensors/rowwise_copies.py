@@ -93,6 +93,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
             _check_scales(x, source)
         x.int_data.copy_(source.int_data, non_blocking)
         x.scale.copy_(source.scale, non_blocking)
+        x.count_as(source)
         return x.written()
     x.as_rows(x.int_data)  # refuses views of columns before any work is done
     value = source.decode(torch.float32) if isinstance(source, Int8RowwiseTensor) else source

@@ -16,11 +16,11 @@ class GatheredByRows:
     scale isn't; so this is the hook of one argument, and the local part knows the number of rows by itself.
     """
 
-    # What a tensor knows besides its inner tensors; it is never saved. Views, copies and shards of a weight keep the
-    # last two, and views share the last; views of whole ranges of rows and moves keep the first.
+    # What a tensor knows besides its inner tensors, where torch.compile doesn't look. Views, copies and shards of a
+    # weight keep the last two, and views share the last; views of whole ranges of rows and moves keep the first.
     shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
     trainable: bool = False  # made of a weight that requires grad, which a shard itself never does
-    _updates: list[int] | None = None  # one number, once it is asked for
+    _updates: list[int] | None = None  # one number, once it is asked for; saved with the weight
 
     @property
     def updates(self) -> list[int]:
@@ -28,6 +28,16 @@ class GatheredByRows:
         if self._updates is None:  # a file of an earlier version sets fields without the constructor
             self._updates = [0]
         return self._updates
+
+    @property
+    def count(self) -> int:
+        """How often the weight was rounded stochastically: part of its state, since the random bits depend on it."""
+        return 0 if self._updates is None else self._updates[0]
+
+    def count_as(self, source: Any) -> None:
+        """Go on counting from where `source`, whose content this tensor has taken over, is."""
+        if source.count != self.count:
+            self.updates[0] = source.count
 
     def is_trained(self) -> bool:
         """Whether an update in place is one of training. A parameter says so by itself, and may have been frozen."""

@@ -29,6 +29,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
                 f"use value.to({tensor.dtype}), or call .to({value.dtype}) on the module first"
             )
         tensor.int_data, tensor.scale, tensor.whole_rows = value.int_data, value.scale, value.whole_rows
+        tensor._updates = value.updates
         return
     with torch.no_grad():  # into new memory: a graph may have kept the old one for its backward
         made: Any = tensor.detach().clone().copy_(value)
