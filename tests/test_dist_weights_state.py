@@ -22,6 +22,10 @@ from qsub import Int8RowwiseTensor
 from qsub.optim import AdamW8bit
 
 pytestmark = pytest.mark.dist
+OPTIMIZERS = {
+    "AdamW8bit": lambda params: AdamW8bit(params, lr=1e-2, backend="eager"),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+}
 FULL = StateDictOptions(full_state_dict=True)
 WEIGHT = "layers.1.linear.weight"
 
@@ -114,8 +118,8 @@ def test_distribute_tensor(world_size):
 # ---- torch.distributed.checkpoint ----
 
 
-def _trained(model, last=2):
-    optimizer = AdamW8bit(model.parameters(), lr=1e-2, backend="eager")
+def _trained(model, kind, last=2):
+    optimizer = OPTIMIZERS[kind](model.parameters())
     _continue(model, optimizer, 0, last)
     return optimizer
 
@@ -127,9 +131,9 @@ def _continue(model, optimizer, first, last):
         optimizer.zero_grad()
 
 
-def _save(rank, path, asynchronous):
+def _save(rank, path, asynchronous, kind):
     model = shard(quantized(True))
-    optimizer = _trained(model)
+    optimizer = _trained(model, kind)
     weights, state = get_state_dict(model, optimizer)
     content = {"model": weights, "optimizer": state}
     if asynchronous:
@@ -141,10 +145,10 @@ def _save(rank, path, asynchronous):
         dcp.save(content, checkpoint_id=path)
 
 
-def _load(rank, path, sharded):
+def _load(rank, path, sharded, kind):
     model, twin = quantized(True), quantized(True)
     model = shard(model) if sharded else model
-    optimizer, reference = AdamW8bit(model.parameters(), lr=1e-2, backend="eager"), _trained(twin)
+    optimizer, reference = OPTIMIZERS[kind](model.parameters()), _trained(twin, kind)
     assert WEIGHT in differing(model, twin)  # negative control
     weights, state = get_state_dict(model, optimizer)
     content = {"model": weights, "optimizer": state}
@@ -158,8 +162,9 @@ def _load(rank, path, sharded):
         assert not differing(model, twin)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_saved_on_two_ranks_and_loaded_on_other_numbers(tmp_path, asynchronous):
-    on_ranks(_save, 2, str(tmp_path), asynchronous)
+@pytest.mark.parametrize(("asynchronous", "kind"), [(False, "AdamW8bit"), (True, "AdamW8bit"), (False, "SGD"), (True, "SGD")])
+def test_saved_on_two_ranks_and_loaded_on_other_numbers(tmp_path, asynchronous, kind):
+    """And the training that follows is the same: of torch.optim too, where the weights count their roundings."""
+    on_ranks(_save, 2, str(tmp_path), asynchronous, kind)
     for world_size, sharded in ((1, False), (1, True), (2, True), (3, True)):
-        on_ranks(_load, world_size, str(tmp_path), sharded)
+        on_ranks(_load, world_size, str(tmp_path), sharded, kind)

@@ -9,6 +9,7 @@ from qsub.tensors import dynamic_codes
 from qsub.tensors import state_codes as math8
 from qsub.tensors.blocks import fitting_rows, from_blocks, is_dynamic, row_shape, scale_dtype, scale_shape, to_blocks
 from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced, view_of
+from qsub.tensors.no_memory import NoMemory, seal
 
 aten = torch.ops.aten
 OPS = OpTable("Blockwise8bitTensor", "Call .dequantize() to get a plain float tensor.")
@@ -30,7 +31,7 @@ class _Scales:
         self.scale, self.rows_per_block = scale, rows_per_block
 
 
-class Blockwise8bitTensor(Tensor):
+class Blockwise8bitTensor(NoMemory, Tensor):
     """A float tensor stored as uint8 codes and a scale for each block of elements.
 
     Blocks run along the flattened trailing dimensions and never cross a row of dim 0, so any slice of rows is a
@@ -86,6 +87,7 @@ class Blockwise8bitTensor(Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
         )
+        seal(self)
         self.codes, self.block_size, self.code = codes, block_size, code
         self._held = _Scales(scale, rows_per_block)
         return self
@@ -247,16 +249,6 @@ class Blockwise8bitTensor(Tensor):
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], meta: dict[str, Any], outer_size: Any, outer_stride: Any):
         """Inverse of `__tensor_flatten__`."""
         return cls(inner["codes"], inner["scale"], **meta)
-
-    def share_memory_(self) -> "Blockwise8bitTensor":
-        """Move both inner tensors to shared memory, in place."""
-        self.codes.share_memory_()
-        self.scale.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Whether both inner tensors are in shared memory."""
-        return self.codes.is_shared() and self.scale.is_shared()
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]

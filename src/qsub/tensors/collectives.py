@@ -42,7 +42,9 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
         if not has_rows(x):
             raise NotImplementedError(f"{func} of {table.owner} takes rows of 2 dimensions or more. {table.remedy}")
         sent = (part if func in _WRAP else func(part.contiguous(), *group) for part in _parts(x))
-        return x.like(*map(_functional.wait_tensor, sent))
+        whole = x.like(*map(_functional.wait_tensor, sent))
+        whole.gathered = True
+        return whole
 
     @table.implements(_c10d.scatter_.default)
     def scatter(func: Any, outputs: list[Any], inputs: list[list[Any]], *group: Any) -> Any:

@@ -39,6 +39,16 @@ class OpTable:
 
     def dispatch(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         """Run the handler of `func`, or raise NotImplementedError that names operator, class and remedy."""
+        if torch._C._get_tracing_state() is not None:
+            raise jit_refusal(self.owner)
+        try:
+            return self._run(func, args, kwargs)
+        except NotImplementedError as error:
+            if called_from("torch.nn.utils.parametrize"):  # which takes this class of error for "no right inverse"
+                raise RuntimeError(f"parametrization of a quantized tensor: {error}") from error
+            raise
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         handler = self.handlers.get(func)
         if handler is not None:
             return handler(func, *args, **(kwargs or {}))
@@ -47,6 +57,14 @@ class OpTable:
         if result is NotImplemented:
             raise NotImplementedError(f"{func} is not implemented for {self.owner}. {self.remedy}")
         return result
+
+
+def jit_refusal(owner: str) -> NotImplementedError:
+    """What torch.jit is told, which would save the memory of a tensor that has none."""
+    return NotImplementedError(
+        f"torch.jit can't trace or script a model with {owner} weights, and torch.onnx.export(dynamo=False), which "
+        "traces, can't either: use torch.export.export or torch.compile, or call qsub.dequantize_(model) first."
+    )
 
 
 def view_of(func: Any, x: Tensor, args: tuple[Any, ...], make: Callable[[], Tensor]) -> Any:
@@ -96,14 +114,17 @@ def foreach_operators(in_place: bool) -> list[Any]:
     return [op for op in overloads if "out" not in op._overloadname]
 
 
+SHOWN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # what files can say, and products take
+
+
 def float_dtype(dtype: torch.dtype | None, default: torch.dtype, owner: str) -> torch.dtype:
-    """The float dtype asked for, or `default`; TypeError for an integer, bool or complex one."""
+    """The dtype to show that is asked for, or `default`; TypeError for one that isn't fp32, bf16, fp16 or fp64."""
     if dtype is None:
         return default
-    if not dtype.is_floating_point:
+    if dtype not in SHOWN:
         raise TypeError(
-            f"{owner} can only take a float dtype, got {dtype}. "
-            "Its int8 codes are `int_data` or `codes`; for other dtypes call dequantize() first."
+            f"{owner} can only take a float dtype, one of fp32, bf16, fp16 and fp64, got {dtype}. "
+            "Its codes are `int_data` or `codes`; for other dtypes call dequantize() first."
         )
     return dtype
 

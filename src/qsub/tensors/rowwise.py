@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import codes as math8
-from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced
+from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, jit_refusal, reduced
+from qsub.tensors.no_memory import NoMemory, seal
 from qsub.tensors.rowwise_fsdp import GatheredByRows
 
 OPS = OpTable(
@@ -16,7 +17,7 @@ OPS = OpTable(
 FUNCTIONS: dict[Any, Any] = {}  # replacements of torch functions, filled by rowwise_matmul and rowwise_methods
 
 
-class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
+class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
     """A float matrix stored as int8 codes and one fp16 scale for each row; value = int_data * scale / 127.
 
     It acts as a weight of its float dtype: matmul, `to`, views, copies and in-place updates are carried out on the
@@ -33,7 +34,7 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         int_data: (out_features, in_features) int8 codes in [-127, 127]. Or another Int8RowwiseTensor, which is
             shared; the arguments that follow are then left out.
         scale: (out_features,) fp16, the largest magnitude of each row.
-        dtype: float dtype that the tensor shows. Default: fp32.
+        dtype: float dtype that the tensor shows: fp32 (the default), bf16, fp16 or fp64.
         scale_dim: negative index of the dimension of `int_data` that `scale` runs along: -2, or -1 for the transpose;
             None for a single row with a 0-dim scale. Views set it.
         whole_rows: False for a view of some columns, which can't be updated in place, since its scales belong to
@@ -104,6 +105,7 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
             device=int_data.device,
             requires_grad=requires_grad,
         )
+        seal(self)
         self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
         self.activations, self.outlier_threshold, self.backward_mode = activations, outlier_threshold, backward_mode
         if updates:
@@ -125,7 +127,8 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         """
         if isinstance(weight, Int8RowwiseTensor):
             raise TypeError("the weight is an Int8RowwiseTensor already")
-        float_dtype(weight.dtype, weight.dtype, "Int8RowwiseTensor.from_float")
+        if not weight.dtype.is_floating_point:
+            float_dtype(weight.dtype, weight.dtype, "Int8RowwiseTensor.from_float")
         math8.check_matrix(weight)
         weight = weight.detach()
         math8.check_rows(weight)
@@ -163,7 +166,8 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
         """
         if value.shape != self.shape:
             raise ValueError(f"expected a float tensor of shape {tuple(self.shape)}, got {tuple(value.shape)}")
-        float_dtype(value.dtype, value.dtype, "requantize_")
+        if not value.dtype.is_floating_point:
+            float_dtype(value.dtype, value.dtype, "requantize_")
         rows = self.as_rows(value)
         held = self.as_rows(self.int_data)
         codes, scale = math8.quantize_rows(
@@ -222,7 +226,7 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     def view_like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """`like` for views of the inner tensors: the updates of a view count as those of the weight."""
         made = self.like(int_data, scale, **changes)
-        made._updates = self.updates
+        made._updates, made.gathered = self.updates, self.gathered
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -253,6 +257,8 @@ class Int8RowwiseTensor(GatheredByRows, torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Linear and matmul are brought to two dimensions (FUNCTIONS); all else goes straight to the operators."""
+        if torch._C._get_tracing_state() is not None:
+            raise jit_refusal(cls.__name__)
         with torch._C.DisableTorchFunctionSubclass():
             return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 

@@ -129,17 +129,31 @@ def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Int8RowwiseTensor:
     if not all(isinstance(x, Int8RowwiseTensor) and x.scale_dim == first.scale_dim for x in tensors):
         raise NotImplementedError(refusal)
     if dim % first.dim() != first.dim() + first.scale_dim:
+        if all(_same_scales(first, x) for x in tensors):
+            return first.like(torch.cat([x.int_data for x in tensors], dim), first.scale.clone(), whole_rows=True)  # type: ignore[attr-defined]
         memories = {x.int_data.untyped_storage()._cdata for x in tensors}  # type: ignore[attr-defined]
-        if len(memories) == 1 and first.dim() == 2 and first.scale_dim == -2:
+        shards = all(x.gathered for x in tensors) and len(memories) == 1  # type: ignore[attr-defined]
+        if shards and first.dim() == 2 and first.scale_dim == -2:
             return join_columns(tensors)
         raise NotImplementedError(
-            "cat of the columns of several Int8RowwiseTensors: each has scales of its own. Call .dequantize() first."
+            "cat of the columns of several Int8RowwiseTensors, whose rows have different scales: call .dequantize() on "
+            "them first"
         )
     return first.like(
         torch.cat([x.int_data for x in tensors], dim),  # type: ignore[attr-defined]
         torch.cat([x.scale for x in tensors]),  # type: ignore[attr-defined]
         whole_rows=True,
     )
+
+
+def _same_scales(a: Any, b: Any) -> bool:
+    """Whether the rows of two weights have the same scales, so that their columns can stand side by side."""
+    left, right = a.scale, b.scale
+    if left.shape != right.shape or left.device != right.device:
+        return False
+    if type(left) is not Tensor or type(right) is not Tensor or left.device.type == "meta":  # whose values can't be seen
+        return left is right
+    return left.data_ptr() == right.data_ptr() and left.stride() == right.stride() or torch.equal(left, right)
 
 
 @OPS.implements(aten.index_select.default, aten.index.Tensor)

@@ -57,9 +57,14 @@ def _bmm(func: Any, a: Tensor, b: Tensor) -> Tensor:
     """bmm and einsum with one weight for the whole batch, as expand makes it."""
     if isinstance(a, Int8RowwiseTensor):
         return _bmm(func, b.transpose(1, 2), a.transpose(1, 2)).transpose(1, 2)
-    if not isinstance(b, Int8RowwiseTensor) or (b.shape[0] != 1 and b.int_data.stride(0) != 0):
+    if not isinstance(b, Int8RowwiseTensor) or (b.shape[0] > 1 and b.int_data.stride(0) != 0):
         raise NotImplementedError("bmm takes one Int8RowwiseTensor, expanded over the batch: call .dequantize() first")
-    return _product(a.reshape(-1, a.shape[2]), b[0]).view(a.shape[0], a.shape[1], b.shape[2])  # type: ignore[arg-type]
+    if a.shape[::2] != b.shape[:2]:
+        raise RuntimeError(f"bmm: {tuple(a.shape)} and {tuple(b.shape)} can't be multiplied")
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    if a.shape[0] == 0:
+        return a.new_empty(shape)
+    return _product(a.reshape(a.shape[0] * a.shape[1], a.shape[2]), b[0]).view(shape)  # type: ignore[arg-type]
 
 
 @OPS.implements(aten.addmm.default)
@@ -114,7 +119,6 @@ def _is_direct(x: Tensor, weight: Int8RowwiseTensor) -> bool:
         and not (weight.requires_grad and torch.is_grad_enabled())
         and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
         and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
     )
 
 

@@ -1,12 +1,12 @@
 """Methods of torch.Tensor that never reach an operator, and that would go wrong or do nothing on a wrapper subclass."""
 
 import copy
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsub.tensors.no_memory import NoMemory
 from qsub.tensors.rowwise import FUNCTIONS, Int8RowwiseTensor
 
 
@@ -36,42 +36,6 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
     tensor.int_data, tensor.scale, tensor.whole_rows = made.int_data, made.scale, made.whole_rows
 
 
-def _share_memory_(tensor: Int8RowwiseTensor) -> Int8RowwiseTensor:
-    """`share_memory_`, which kills the process on a wrapper subclass (torch 2.13)."""
-    tensor.int_data.share_memory_()
-    tensor.scale.share_memory_()
-    return tensor
-
-
-def _is_shared(tensor: Int8RowwiseTensor) -> bool:
-    return tensor.int_data.is_shared() and tensor.scale.is_shared()
-
-
-def _no_pointer(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        "an Int8RowwiseTensor has no memory of its own: use .int_data and .scale (untyped_storage, numpy)"
-    )
-
-
-def _no_storage(tensor: Tensor) -> Any:
-    """`storage()`, by which other writers of safetensors files look for shared memory."""
-    raise RuntimeError(
-        "an Int8RowwiseTensor consists of two tensors and has no storage of its own, so other writers of safetensors "
-        "files can't take it: use qsub.save_file or torch.save (with accelerate and PEFT safe_serialization=False), or "
-        "call .dequantize() first"
-    )
-
-
-def _data_ptr(tensor: Int8RowwiseTensor) -> int:
-    """That of the codes. accelerate tells tied weights by it: torch would say 0 for all, as if they were one.
-
-    But torch.distributed.checkpoint.async_save copies the parts of a tensor only if it is told 0, and else a storage,
-    which this one doesn't have.
-    """
-    caller = sys._getframe(2).f_globals.get("__name__")
-    return 0 if caller == "torch.distributed.checkpoint._state_dict_stager" else tensor.int_data.data_ptr()
-
-
 def _deepcopy(tensor: Int8RowwiseTensor, memo: dict[int, Any]) -> Any:
     """copy.deepcopy: torch would copy the storage of a view with an offset. A parameter's goes without grad."""
     if id(tensor) in memo:
@@ -87,15 +51,12 @@ def _deepcopy(tensor: Int8RowwiseTensor, memo: dict[int, Any]) -> Any:
     return made
 
 
+for _name, _method in vars(NoMemory).items():  # the unbound methods of Tensor
+    if callable(_method) and hasattr(Tensor, _name):
+        FUNCTIONS[getattr(Tensor, _name)] = _method
+FUNCTIONS[Tensor.__cuda_array_interface__.__get__] = NoMemory.__cuda_array_interface__.__get__  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.__deepcopy__] = _deepcopy
 FUNCTIONS[Tensor.data.__set__] = _set_data  # type: ignore[attr-defined]
-FUNCTIONS[Tensor.share_memory_] = _share_memory_
-FUNCTIONS[Tensor.is_shared] = _is_shared
-FUNCTIONS[Tensor.numpy] = _no_pointer
-FUNCTIONS[Tensor.storage] = _no_storage
-FUNCTIONS[Tensor.data_ptr] = _data_ptr
 FUNCTIONS[Tensor.element_size] = FUNCTIONS[Tensor.itemsize.__get__] = lambda tensor: 1  # type: ignore[attr-defined]
 FUNCTIONS[Tensor.nbytes.__get__] = lambda tensor: tensor.int_data.nbytes + tensor.scale.nbytes  # type: ignore[attr-defined]
-FUNCTIONS[Tensor.__array__] = _no_pointer
 FUNCTIONS[Tensor.__format__] = lambda tensor, spec: format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
-FUNCTIONS[Tensor.tolist] = lambda tensor: tensor.decode().tolist()
