@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from qsub import optim
 from qsub.interop import hook
+from qsub.linear import flops
 from qsub.quantize import dequantize_, quantize_
 from qsub.serialization import load_file, save_file
 from qsub.tensors import Blockwise8bitTensor, Int8RowwiseTensor
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from qsub.interop.transformers import QsubConfig as QsubConfig
 
 hook.register_with_transformers()
+hook.when_imported("torch.utils.flop_counter", flops.register)
 
 
 def __getattr__(name: str) -> Any:

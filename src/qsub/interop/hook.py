@@ -6,7 +6,7 @@ loaded as usual, registers, and is gone.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,9 +21,12 @@ _OURS = "qsub.interop.hf_quantizer"
 class _WhenImported(MetaPathFinder):
     """Finder that only adds a step after a module has been executed."""
 
+    def __init__(self, name: str, step: Callable[[], Any]) -> None:
+        self.name, self.step = name, step
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         """Called for every import; the module's own finders find it."""
-        if fullname != _REGISTRY:
+        if fullname != self.name:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
@@ -33,7 +36,7 @@ class _WhenImported(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            _register()
+            self.step()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -46,10 +49,15 @@ def _register() -> None:
 
 def register_with_transformers() -> None:
     """Make quant_method "qsub" known to transformers, now or when it is imported."""
-    if _REGISTRY in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WhenImported())
+    when_imported(_REGISTRY, _register)
+
+
+def when_imported(name: str, step: Callable[[], Any]) -> None:
+    """Call `step` once the module `name` is imported: now, or when it is."""
+    if name in sys.modules:
+        step()
+    elif not any(isinstance(finder, _WhenImported) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported(name, step))
 
 
 def after_quantize(model: Any) -> None:
