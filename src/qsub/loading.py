@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qsub.tensors import Int8RowwiseTensor
 from qsub.tensors.codes import check_rows
+from qsub.tensors.dispatch import jit_refusal
 
 
 def _problem(key: str, target: Tensor, value: Any, assign: bool) -> str | None:
@@ -71,15 +72,25 @@ def check_before_load(
 
 
 def register(module: nn.Module) -> None:
-    """Have `module` checked before it loads; once, however often this is called."""
+    """Have `module` checked before it loads; once, however often this is called. torch.jit.script is refused, too."""
     if not _handles(module):
         module.register_load_state_dict_pre_hook(check_before_load)
+    for owner in module.modules():
+        if any(isinstance(param, Int8RowwiseTensor) for param in owner._parameters.values()):
+            owner.__dict__["__prepare_scriptable__"] = refuse_script
 
 
 def unregister(module: nn.Module) -> None:
-    """Undo `register`."""
+    """Undo `register`, but for what is inside."""
     for key in _handles(module):
         del module._load_state_dict_pre_hooks[key]
+    if module.__dict__.get("__prepare_scriptable__") is refuse_script:
+        del module.__dict__["__prepare_scriptable__"]
+
+
+def refuse_script() -> None:
+    """torch.jit.script calls this attribute of each module; it has no other way to ask (torch 2.11 to 2.13)."""
+    raise jit_refusal("Int8RowwiseTensor")
 
 
 def _handles(module: nn.Module) -> list[int]:

@@ -55,7 +55,17 @@ def _selected(
             raise ValueError(f"{_join(name, key)} is not initialized yet: run a forward pass before quantize_")
         if isinstance(local_part(param), Int8RowwiseTensor) or not param.dtype.is_floating_point:
             continue
+        if has_own_class(param):
+            continue
         yield param, places
+
+
+def has_own_class(param: Any) -> bool:
+    """Whether a parameter is of a subclass of nn.Parameter, which the forward of its module relies on.
+
+    So are those of bitsandbytes (Int8Params, Params4bit), which are floats until they are moved to a GPU.
+    """
+    return nn.Parameter in type(param).__mro__[1:]
 
 
 def linear_weights(model: nn.Module) -> list[str]:
@@ -113,7 +123,8 @@ def quantize_(
     """Replace the weight of each nn.Linear by an Int8RowwiseTensor, in place.
 
     The weights are frozen (requires_grad=False) unless `trainable`; biases and all other parameters stay as they are.
-    A weight that is shared with a module that is not selected, such as an embedding, is skipped and stays tied.
+    A weight that is shared with a module that is not selected, such as an embedding, is skipped and stays tied. So is
+    one of a subclass of nn.Parameter, as in the modules of bitsandbytes, whose forward needs it.
     Linears that share a weight go on sharing it. Quantizing twice changes nothing. Memory: at most the float model
     and one layer at a time. A load_state_dict that fails later leaves the model as it was (see `qsub.loading`).
 

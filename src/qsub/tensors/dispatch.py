@@ -45,7 +45,10 @@ class OpTable:
             return self._run(func, args, kwargs)
         except NotImplementedError as error:
             if called_from("torch.nn.utils.parametrize"):  # which takes this class of error for "no right inverse"
-                raise RuntimeError(f"parametrization of a quantized tensor: {error}") from error
+                raise RuntimeError(
+                    f"a parametrization that {self.owner} can't have: {error}. Leave the layer in float (quantize_: "
+                    "filter_fn), or call qsub.dequantize_ on it first."
+                ) from error
             raise
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:

@@ -30,6 +30,12 @@ def _plain_result(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*(_plain(arg) for arg in args), **{key: _plain(value) for key, value in kwargs.items()})
 
 
+@OPS.implements(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default)
+def _weight_norm(func: Any, *args: Any) -> Any:
+    """torch.nn.utils.weight_norm, whose direction is the int8 weight: plain tensors."""
+    return _plain_result(func, *args)
+
+
 @OPS.implements(*foreach_operators(in_place=False))
 def _foreach_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Weight decay in torch.optim's foreach optimizers: plain tensors, as of the operators on one."""
