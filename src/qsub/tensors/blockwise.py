@@ -314,6 +314,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     """Copy codes between equal layouts, otherwise decode, or encode to nearest."""
     if not isinstance(x, Blockwise8bitTensor):
         return x.copy_(source.dequantize(), non_blocking)  # type: ignore[attr-defined]
+    source = source if isinstance(source, Tensor) else torch.full(x.shape, float(source))
     if x.shape != source.shape:
         raise ValueError(
             f"copy_ into a Blockwise8bitTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}"

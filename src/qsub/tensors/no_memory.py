@@ -37,6 +37,8 @@ def _caller() -> str:
 class NoMemory:
     """Mixin of the two tensor subclasses: the doors to raw memory, in Python."""
 
+    _no_address_for: str = "torch."  # beginning of the names of modules that `data_ptr` says 0 to
+
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         """Refused, as all that follow."""
         raise _refused(self, "numpy()")
@@ -103,12 +105,14 @@ class NoMemory:
     def data_ptr(self) -> int:
         """Address of the codes. accelerate tells tied weights by it: torch would say 0 for all, as if they were one.
 
-        But torch's own deepcopy, and torch.distributed.checkpoint.async_save, copy the parts of a tensor only if they
-        are told 0, and else a storage, which this one doesn't have.
+        But torch's deepcopy, and torch.distributed.checkpoint.async_save, copy the parts of a tensor only if they are
+        told 0, and else a storage, which this one doesn't have.
         """
-        if _caller() in ("torch._tensor", "torch.distributed.checkpoint._state_dict_stager"):
+        if _caller().startswith(self._no_address_for):
             return 0
         return getattr(self, self.__tensor_flatten__()[0][0]).data_ptr()  # type: ignore[attr-defined]
+
+    const_data_ptr = data_ptr
 
     def share_memory_(self) -> Any:
         """Move both inner tensors to shared memory, in place; torch's own (2.13) ends the process."""

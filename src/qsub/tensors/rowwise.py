@@ -51,6 +51,7 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
         ValueError: the shapes or devices don't fit.
     """
 
+    _no_address_for = "torch.distributed.checkpoint._state_dict_stager"
     int_data: Tensor
     scale: Tensor
     scale_dim: int | None

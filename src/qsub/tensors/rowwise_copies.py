@@ -83,6 +83,7 @@ def _copy_(func: Any, x: Tensor, source: Tensor, non_blocking: bool = False) -> 
     """load_state_dict, in three directions: int8 to int8 (exact), float to int8 (to nearest), int8 to float."""
     if not isinstance(x, Int8RowwiseTensor):
         return x.copy_(source.decode(x.dtype), non_blocking)  # type: ignore[attr-defined]
+    source = source if isinstance(source, Tensor) else torch.full(x.shape, float(source))
     if x.shape != source.shape:
         raise ValueError(
             f"copy_ into an Int8RowwiseTensor takes its shape {tuple(x.shape)}, got {tuple(source.shape)}: "
