@@ -85,7 +85,12 @@ class Blockwise8bitTensor(NoMemory, Tensor):
         if scale.dtype != scale_dtype(code):
             raise ValueError(f"scale of code {code!r} must be {scale_dtype(code)}, got {scale.dtype}")
         self = Tensor._make_wrapper_subclass(
-            cls, codes.shape, strides=codes.stride(), dtype=dtype, device=codes.device, requires_grad=False
+            cls,
+            codes.shape,
+            strides=codes.stride(),
+            dtype=float_dtype(dtype, dtype, "Blockwise8bitTensor"),
+            device=codes.device,
+            requires_grad=False,
         )
         seal(self)
         self.codes, self.block_size, self.code = codes, block_size, code
