@@ -1,4 +1,4 @@
-"""Try one method of torch.Tensor or function of torch.utils on a quantized tensor: what tests/test_every_method.py runs.
+"""Try methods of torch.Tensor and functions of torch.utils on a quantized tensor, for tests/test_every_method.py.
 
 python tests/every_method.py int8|state NAME...     # one line of JSON for each name; the process may die on a bad one
 
@@ -19,38 +19,113 @@ OTHER = torch.linspace(0.5, 2, 48).view(SHAPE)
 INDEX = torch.zeros(SHAPE, dtype=torch.int64)
 MASK = torch.arange(48).view(SHAPE) % 3 == 0
 CANDIDATES = (  # arguments, the first that the plain tensor takes is used
-    (), (2,), (0.5,), (OTHER,), (OTHER.t(),), (torch.ones(8),), (0, 1), (0,), (1, 0), (SHAPE,), ((8, 6),), (MASK,),
-    (INDEX.to(torch.bool),), (torch.float32,), (torch.float16,), (torch.int32,), (0, torch.tensor([1, 0])), (0, 0, 2),
-    (0, INDEX), (0, INDEX, OTHER), (0, INDEX, 2.0), (MASK, 2.0), (MASK, OTHER), (OTHER, OTHER), (0, torch.tensor([1, 0]), OTHER[:2]),
-    (0, torch.tensor([1, 0]), 3.0), ((torch.tensor([1, 0]),), OTHER[:2]), (1, 2, 3), (0, [2, 4]), ([0, 1],), (2.0, 3), ((2, 3), (0, 1)),
-    (lambda v: v + 1,), (OTHER, lambda a, b: a + b), (OTHER, OTHER, lambda a, b, c: a), ("cpu",), ("sum",), (1, 6, 8), ((6, 8), (8, 1)),
-    (torch.ones(6), torch.ones(8)), (torch.ones(3, 6), OTHER), (8, 0.1), ((2, 4),), (1, (2, 4)), (0, 0, 0, 6),
-    (torch.ones(6, 8).double(),), ([SHAPE[0], SHAPE[1]],), (torch.ones(6, 8, dtype=torch.int64),), (2, 2), (0, 1, 2),
-    (torch.tensor(1.0),), (0, 1.0, 2.0), (torch.ones(6, 8), 0.5), (2, 0, 1.0), (None,), (torch.preserve_format,), (8,), ("a",),
-)  # fmt: skip
+    (),
+    (2,),
+    (0.5,),
+    (OTHER,),
+    (OTHER.t(),),
+    (torch.ones(8),),
+    (0, 1),
+    (0,),
+    (1, 0),
+    (SHAPE,),
+    ((8, 6),),
+    (MASK,),
+    (INDEX.to(torch.bool),),
+    (torch.float32,),
+    (torch.float16,),
+    (torch.int32,),
+    (0, torch.tensor([1, 0])),
+    (0, 0, 2),
+    (0, INDEX),
+    (0, INDEX, OTHER),
+    (0, INDEX, 2.0),
+    (MASK, 2.0),
+    (MASK, OTHER),
+    (OTHER, OTHER),
+    (0, torch.tensor([1, 0]), OTHER[:2]),
+    (0, torch.tensor([1, 0]), 3.0),
+    ((torch.tensor([1, 0]),), OTHER[:2]),
+    (1, 2, 3),
+    (0, [2, 4]),
+    ([0, 1],),
+    (2.0, 3),
+    ((2, 3), (0, 1)),
+    (lambda v: v + 1,),
+    (OTHER, lambda a, b: a + b),
+    (OTHER, OTHER, lambda a, b, c: a),
+    ("cpu",),
+    ("sum",),
+    (1, 6, 8),
+    ((6, 8), (8, 1)),
+    (torch.ones(6), torch.ones(8)),
+    (torch.ones(3, 6), OTHER),
+    (8, 0.1),
+    ((2, 4),),
+    (1, (2, 4)),
+    (0, 0, 0, 6),
+    (torch.ones(6, 8).double(),),
+    ([SHAPE[0], SHAPE[1]],),
+    (torch.ones(6, 8, dtype=torch.int64),),
+    (2, 2),
+    (0, 1, 2),
+    (torch.tensor(1.0),),
+    (0, 1.0, 2.0),
+    (torch.ones(6, 8), 0.5),
+    (2, 0, 1.0),
+    (None,),
+    (torch.preserve_format,),
+    (8,),
+    ("a",),
+)
 ROWS, DOWN, IDS = torch.ones(2, 8), torch.tensor([1, 0]), torch.tensor([3, 40])
 SPECIAL = {  # what a (6, 8) tensor is cut to first, and the arguments
-    "item": (lambda t: t.sum(), ()), "is_nonzero": (lambda t: t[:1, :4].sum(), ()), "__float__": (lambda t: t.sum(), ()),
-    "__bool__": (lambda t: t.sum(), ()), "__int__": (lambda t: t.sum(), ()), "__complex__": (lambda t: t.sum(), ()),
-    "dot": (lambda t: t[0], (torch.ones(8),)), "vdot": (lambda t: t[0], (torch.ones(8),)),
-    "outer": (lambda t: t[0], (torch.ones(3),)), "ger": (lambda t: t[0], (torch.ones(3),)),
-    "addmm": (lambda t: t, (OTHER[:, :6], OTHER)), "addmm_": (lambda t: t, (OTHER[:, :6], OTHER)),
-    "addmv": (lambda t: t[0], (torch.ones(8, 3), torch.ones(3))), "addmv_": (lambda t: t[0], (torch.ones(8, 3), torch.ones(3))),
-    "addbmm": (lambda t: t, (torch.ones(2, 6, 3), torch.ones(2, 3, 8))), "addbmm_": (lambda t: t, (torch.ones(2, 6, 3), torch.ones(2, 3, 8))),
+    "item": (lambda t: t.sum(), ()),
+    "is_nonzero": (lambda t: t[:1, :4].sum(), ()),
+    "__float__": (lambda t: t.sum(), ()),
+    "__bool__": (lambda t: t.sum(), ()),
+    "__int__": (lambda t: t.sum(), ()),
+    "__complex__": (lambda t: t.sum(), ()),
+    "dot": (lambda t: t[0], (torch.ones(8),)),
+    "vdot": (lambda t: t[0], (torch.ones(8),)),
+    "outer": (lambda t: t[0], (torch.ones(3),)),
+    "ger": (lambda t: t[0], (torch.ones(3),)),
+    "addmm": (lambda t: t, (OTHER[:, :6], OTHER)),
+    "addmm_": (lambda t: t, (OTHER[:, :6], OTHER)),
+    "addmv": (lambda t: t[0], (torch.ones(8, 3), torch.ones(3))),
+    "addmv_": (lambda t: t[0], (torch.ones(8, 3), torch.ones(3))),
+    "addbmm": (lambda t: t, (torch.ones(2, 6, 3), torch.ones(2, 3, 8))),
+    "addbmm_": (lambda t: t, (torch.ones(2, 6, 3), torch.ones(2, 3, 8))),
     "baddbmm": (lambda t: t.unsqueeze(0), (torch.ones(1, 6, 3), torch.ones(1, 3, 8))),
-    "bmm": (lambda t: t.unsqueeze(0), (torch.ones(1, 8, 3),)), "det": (lambda t: t[:, 1:7], ()), "logdet": (lambda t: t[:, 1:7], ()),
-    "inverse": (lambda t: t[:, 1:7], ()), "matrix_exp": (lambda t: t[:, 1:7], ()), "matrix_power": (lambda t: t[:, 1:7], (2,)),
-    "slogdet": (lambda t: t[:, 1:7], ()), "cross": (lambda t: t[:3], (torch.ones(3, 8), 0)),
-    "put": (lambda t: t, (IDS, torch.ones(2))), "put_": (lambda t: t, (IDS, torch.ones(2))),
-    "index_reduce": (lambda t: t, (0, DOWN, ROWS, "amax")), "index_reduce_": (lambda t: t, (0, DOWN, ROWS, "amax")),
-    "scatter_reduce": (lambda t: t, (0, INDEX, OTHER, "sum")), "scatter_reduce_": (lambda t: t, (0, INDEX, OTHER, "sum")),
-    "select_scatter": (lambda t: t, (torch.ones(8), 0, 1)), "diagonal_scatter": (lambda t: t, (torch.ones(6),)),
-    "as_strided_scatter": (lambda t: t, (ROWS, (2, 8), (8, 1))), "new_full": (lambda t: t, ((2, 3), 1.5)),
-    "dsplit": (lambda t: t.unsqueeze(2), (1,)), "float_power_": (lambda t: t.double(), (2,)),
-    "multinomial": (lambda t: t.abs(), (2,)), "__setitem__": (lambda t: t, (1, torch.ones(8))),
-    "__format__": (lambda t: t.sum(), (".2f",)), "__deepcopy__": (lambda t: t, ({},)), "stft": (lambda t: t, (4,)),
-    "as_subclass": (lambda t: t, (torch.Tensor,)), "__array__": (lambda t: t, ()), "__invert__": (lambda t: t > 0, ()),
-}  # fmt: skip
+    "bmm": (lambda t: t.unsqueeze(0), (torch.ones(1, 8, 3),)),
+    "det": (lambda t: t[:, 1:7], ()),
+    "logdet": (lambda t: t[:, 1:7], ()),
+    "inverse": (lambda t: t[:, 1:7], ()),
+    "matrix_exp": (lambda t: t[:, 1:7], ()),
+    "matrix_power": (lambda t: t[:, 1:7], (2,)),
+    "slogdet": (lambda t: t[:, 1:7], ()),
+    "cross": (lambda t: t[:3], (torch.ones(3, 8), 0)),
+    "put": (lambda t: t, (IDS, torch.ones(2))),
+    "put_": (lambda t: t, (IDS, torch.ones(2))),
+    "index_reduce": (lambda t: t, (0, DOWN, ROWS, "amax")),
+    "index_reduce_": (lambda t: t, (0, DOWN, ROWS, "amax")),
+    "scatter_reduce": (lambda t: t, (0, INDEX, OTHER, "sum")),
+    "scatter_reduce_": (lambda t: t, (0, INDEX, OTHER, "sum")),
+    "select_scatter": (lambda t: t, (torch.ones(8), 0, 1)),
+    "diagonal_scatter": (lambda t: t, (torch.ones(6),)),
+    "as_strided_scatter": (lambda t: t, (ROWS, (2, 8), (8, 1))),
+    "new_full": (lambda t: t, ((2, 3), 1.5)),
+    "dsplit": (lambda t: t.unsqueeze(2), (1,)),
+    "float_power_": (lambda t: t.double(), (2,)),
+    "multinomial": (lambda t: t.abs(), (2,)),
+    "__setitem__": (lambda t: t, (1, torch.ones(8))),
+    "__format__": (lambda t: t.sum(), (".2f",)),
+    "__deepcopy__": (lambda t: t, ({},)),
+    "stft": (lambda t: t, (4,)),
+    "as_subclass": (lambda t: t, (torch.Tensor,)),
+    "__array__": (lambda t: t, ()),
+    "__invert__": (lambda t: t > 0, ()),
+}
 
 
 def make(kind):
@@ -102,13 +177,19 @@ def _traced(x):
 def _mobile(x):
     from torch.utils.mobile_optimizer import optimize_for_mobile
 
-    return optimize_for_mobile(torch.jit.script(qsub.quantize_(torch.nn.Linear(8, 6)) if type(x) is not torch.Tensor else torch.nn.Linear(8, 6)))  # fmt: skip
+    return optimize_for_mobile(
+        torch.jit.script(
+            qsub.quantize_(torch.nn.Linear(8, 6)) if type(x) is not torch.Tensor else torch.nn.Linear(8, 6)
+        )
+    )
 
 
 def _checkpoint(x):
     from torch.utils.checkpoint import checkpoint
 
-    return checkpoint(lambda a: torch.nn.functional.linear(torch.ones(2, 8, requires_grad=True), a), x, use_reentrant=False)
+    return checkpoint(
+        lambda a: torch.nn.functional.linear(torch.ones(2, 8, requires_grad=True), a), x, use_reentrant=False
+    )
 
 
 def _module_of(call):
@@ -170,7 +251,9 @@ FUNCTIONS = {
     "default_convert": lambda x: torch.utils.data.default_convert(x),
     "parameters_to_vector": lambda x: torch.nn.utils.parameters_to_vector([x]),
     "clip_grad_norm": lambda x: torch.nn.utils.get_total_norm([x]),
-    "fuse linear bn": lambda x: torch.nn.utils.fuse_linear_bn_weights(x, None, torch.zeros(6), torch.ones(6), 1e-5, torch.ones(6), torch.zeros(6))[0],  # fmt: skip
+    "fuse linear bn": lambda x: torch.nn.utils.fuse_linear_bn_weights(
+        x, None, torch.zeros(6), torch.ones(6), 1e-5, torch.ones(6), torch.zeros(6)
+    )[0],
     "convert memory format": _module_of(lambda m: m.to(memory_format=torch.channels_last).weight),
     "module double": _module_of(lambda m: m.double().weight),
     "module float8": _module_of(lambda m: m.to(torch.float8_e4m3fn).weight.float()),
@@ -194,8 +277,10 @@ FUNCTIONS = {
     "vmap": lambda x: torch.vmap(lambda row: row * 2)(x),
     "linalg.svdvals": lambda x: torch.linalg.svdvals(x),
     "linalg.matrix_norm": lambda x: torch.linalg.matrix_norm(x),
-    "functional_call": lambda x: torch.func.functional_call(torch.nn.Linear(8, 6, bias=False), {"weight": x}, torch.ones(2, 8)),
-}  # fmt: skip
+    "functional_call": lambda x: torch.func.functional_call(
+        torch.nn.Linear(8, 6, bias=False), {"weight": x}, torch.ones(2, 8)
+    ),
+}
 
 
 def arguments(name):

@@ -162,7 +162,9 @@ def _load(rank, path, sharded, kind):
         assert not differing(model, twin)
 
 
-@pytest.mark.parametrize(("asynchronous", "kind"), [(False, "AdamW8bit"), (True, "AdamW8bit"), (False, "SGD"), (True, "SGD")])
+@pytest.mark.parametrize(
+    ("asynchronous", "kind"), [(False, "AdamW8bit"), (True, "AdamW8bit"), (False, "SGD"), (True, "SGD")]
+)
 def test_saved_on_two_ranks_and_loaded_on_other_numbers(tmp_path, asynchronous, kind):
     """And the training that follows is the same: of torch.optim too, where the weights count their roundings."""
     on_ranks(_save, 2, str(tmp_path), asynchronous, kind)

@@ -1,4 +1,4 @@
-"""Doors to memory that isn't there, torch.jit, and joins of columns: right values, or a refusal that says what to do."""
+"""Doors to memory that isn't there, torch.jit, joins of columns: right values, or a refusal that says what to do."""
 
 import copy
 
@@ -41,7 +41,7 @@ def test_readers_of_memory_are_refused_with_the_remedy(make):
     with pytest.raises(RuntimeError, match=r"qsub\.save_file"):
         x.storage()
     with pytest.raises(AttributeError, match="has no memory of its own"):
-        x.__cuda_array_interface__
+        _ = x.__cuda_array_interface__
     assert not hasattr(x, "__cuda_array_interface__") and not hasattr(x, "__array_interface__")
     value = x.dequantize().detach()
     assert np.array_equal(np.from_dlpack(value), value.numpy())  # the remedy works
@@ -102,7 +102,9 @@ def test_dtypes_of_the_classes():
 def test_columns_side_by_side_are_right_or_refused():
     value = torch.cat([torch.randn(4, 6), torch.randn(4, 6) * 1e-3])
     w = Int8RowwiseTensor.from_float(value)
-    other = Int8RowwiseTensor(torch.randint(-127, 128, (8, 6), dtype=torch.int8), w.scale)  # another weight, these scales
+    other = Int8RowwiseTensor(
+        torch.randint(-127, 128, (8, 6), dtype=torch.int8), w.scale
+    )  # another weight, these scales
     upper, lower = w.chunk(2)
     right = {
         "columns": ([w[:, :2], w[:, 2:]], 1),
@@ -262,7 +264,10 @@ def test_encoders_in_eval_mode_compile_as_one_graph(norm_first, activation, mask
 def test_attention_in_eval_mode_compiles_as_one_graph(options, mask):
     attention = qsub.quantize_(nn.MultiheadAttention(16, 4, batch_first=True).eval())
     x = torch.randn(2, 5, 16)
-    masks = {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "key_padding_mask": torch.arange(10).view(2, 5) > 7}
+    masks = {
+        "attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1),
+        "key_padding_mask": torch.arange(10).view(2, 5) > 7,
+    }
     options = {**options, **({mask: masks[mask]} if mask else {})}
     with torch.no_grad():
         torch._dynamo.reset()

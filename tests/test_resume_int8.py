@@ -1,4 +1,4 @@
-"""Training of int8 weights with torch.optim resumes bit for bit: how often a weight was rounded is part of its state."""
+"""Int8 weights under torch.optim resume bit for bit: how often a weight was rounded is part of its state."""
 
 import copy
 import io
@@ -119,7 +119,9 @@ def test_a_weight_that_has_not_trained_is_saved_as_before(tmp_path):
     assert "updates" not in qsub.serialization.describe(w)
 
 
-@pytest.mark.parametrize("make", [torch.clone, torch.detach, lambda w: w.to(torch.bfloat16), lambda w: w[1:3], copy.copy])
+@pytest.mark.parametrize(
+    "make", [torch.clone, torch.detach, lambda w: w.to(torch.bfloat16), lambda w: w[1:3], copy.copy]
+)
 def test_copies_and_views_have_the_count(make):
     w = Int8RowwiseTensor.from_float(torch.randn(4, 6), requires_grad=True)
     with torch.no_grad():

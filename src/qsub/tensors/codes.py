@@ -88,7 +88,9 @@ def quantize_rows(
     scale = absmax.to(torch.float16)  # (rows,)
     if noise is not None:
         above = (scale.view(torch.int16) + 1).view(torch.float16)
-        reach = torch.maximum(scale.float(), row_step(scale) * 127.0)  # code 127 may stand for a bit more than the scale
+        reach = torch.maximum(
+            scale.float(), row_step(scale) * 127.0
+        )  # code 127 may stand for a bit more than the scale
         scale = torch.where(reach < absmax, above, scale)
     codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
     rows = max(1, _CHUNK // max(1, weight.shape[1]))

@@ -70,9 +70,9 @@ class NoMemory:
     def storage(self) -> Any:
         """Refused; by this one other writers of safetensors files look for shared memory."""
         raise RuntimeError(
-            f"{type(self).__name__} {_NO_DATA}, so other writers of safetensors files can't take it: use "
-            "qsub.save_file or torch.save (with accelerate and PEFT safe_serialization=False), or call .dequantize() "
-            "first"
+            f"{type(self).__name__} consists of two tensors and has no storage of its own, so other writers of "
+            "safetensors files can't take it: use qsub.save_file or torch.save (with accelerate and PEFT "
+            "safe_serialization=False), or call .dequantize() first"
         )
 
     def storage_type(self) -> Any:

@@ -151,7 +151,7 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
         return math8.dequantize_rows(self.int_data, self.scale, dtype or self.dtype, self.scale_dim)
 
     def requantize_(self, value: Tensor, *, noise: Tensor | None = None) -> "Int8RowwiseTensor":
-        """Replace the content by the code of a float matrix, in place. Rows that have this value already stay as they are.
+        """Replace the content by the code of a float matrix, in place. Rows that have this value already stay.
 
         Nothing is read back from the device, so values are not checked: a row with NaN, Inf or a magnitude over
         65504 becomes NaN, as a weight that diverged does. `copy_` checks.

@@ -152,7 +152,9 @@ def _same_scales(a: Any, b: Any) -> bool:
     left, right = a.scale, b.scale
     if left.shape != right.shape or left.device != right.device:
         return False
-    if type(left) is not Tensor or type(right) is not Tensor or left.device.type == "meta":  # whose values can't be seen
+    if (
+        type(left) is not Tensor or type(right) is not Tensor or left.device.type == "meta"
+    ):  # whose values can't be seen
         return left is right
     return left.data_ptr() == right.data_ptr() and left.stride() == right.stride() or torch.equal(left, right)
 
