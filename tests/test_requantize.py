@@ -65,6 +65,25 @@ def test_a_skipped_step_changes_nothing(device):
 
 
 @devices
+def test_rows_that_have_their_value_already_stay(device):
+    """Also where the largest code is under 127; one row of these moves."""
+    from qsub.optim.requantize_kernel import requantize
+
+    int_data = torch.randint(-90, 91, (7, 100), dtype=torch.int8, generator=torch.Generator().manual_seed(3)).to(device)
+    scale = torch.linspace(0.1, 3, 7).half().to(device)
+    ours, reference = (Int8RowwiseTensor(int_data.clone(), scale.clone()) for _ in range(2))
+    value = ours.dequantize()
+    value[2, 5] += 1.0
+    step = torch.tensor(3.0, device=device)
+    requantize(ours, value, step, hyper_of(device), 0)
+    write_back(reference, value, step, hyper_of(device), 0)
+    assert torch.equal(ours.int_data, reference.int_data) and torch.equal(ours.scale, reference.scale)
+    kept = torch.arange(7, device=device) != 2
+    assert torch.equal(ours.int_data[kept], int_data[kept]) and torch.equal(ours.scale[kept], scale[kept])
+    assert not torch.equal(ours.int_data[2], int_data[2])
+
+
+@devices
 def test_strided_codes(device):
     """Rows of a wider matrix."""
     from qsub.optim.requantize_kernel import requantize

@@ -55,6 +55,33 @@ def test_foreach_updates_the_plain_tensors_of_the_list_too(dtype):
     assert (m.weight.detach().dequantize() - expected[0].dequantize()).abs().max() < 2 * 1.9 / 127  # a step each
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9, foreach=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+        lambda p: torch.optim.AdamW(p, lr=0.0, foreach=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0, foreach=False),
+        lambda p: qsub.optim.AdamW8bit(p, lr=0.0, min_8bit_size=1, backend="eager"),
+        lambda p: qsub.optim.AdamW8bit(p, lr=0.1, weight_decay=0.0, backend="eager"),
+    ],
+)
+def test_a_step_that_changes_nothing_moves_no_code(make_optimizer, dtype):
+    """Zero gradients, or lr=0 with others; also in rows whose largest code is under 127, as rounding leaves some."""
+    m = layer(dtype)
+    m.weight.int_data[:3].clamp_(-90, 90)
+    before = m.weight.int_data.clone(), m.weight.scale.clone()
+    optimizer = make_optimizer(m.parameters())
+    for _ in range(20):
+        for p in m.parameters():
+            p.grad = torch.full(p.shape, float(optimizer.param_groups[0]["lr"] == 0), dtype=dtype)
+        optimizer.step()
+    with torch.no_grad():
+        m.weight.add_(0.0).mul_(1.0).add_(torch.zeros(6, 10))
+    assert torch.equal(m.weight.int_data, before[0]) and torch.equal(m.weight.scale, before[1])
+
+
 def test_foreach_operators_of_two_kinds():
     weight, plain = Int8RowwiseTensor.from_float(torch.randn(6, 10)), torch.ones(2, dtype=torch.bfloat16)
     decayed = torch._foreach_add([torch.ones(6, 10)], [weight], alpha=0.1)
