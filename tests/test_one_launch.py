@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("triton")
 from one_launch_helpers import align, compare, devices, inner, make_params, run_pair, set_grads, twins
 
-from qsub import Int8RowwiseTensor
-from qsub.optim import Adam8bit, AdamW8bit, one_launch, plan
+from qsub import Blockwise8bitTensor, Int8RowwiseTensor
+from qsub.optim import Adam8bit, AdamW8bit, adam_kernel, one_launch, plan
+from qsub.tensors.blocks import fitting_rows
 
 
 @devices
@@ -338,6 +339,47 @@ def test_state_of_another_block_size_is_refused(device):
 
 
 def test_program_map():
-    """Each entry is PROGRAMS programs of one parameter; the kinds follow each other, those with fp32 state first."""
-    rows = plan._program_map([1, plan.PROGRAMS, plan.PROGRAMS + 1, 2], [0, 36, 0, 36])
-    assert rows.tolist() == [[1, 0], [3, 0], [0, 0], [2, 0], [2, plan.PROGRAMS]]
+    """Entries are of one parameter and one kind, PROGRAMS chunks at most; kinds follow each other, fp32 state first."""
+    many = plan.PROGRAMS + 1
+    work = [(0, 0, 0, 1), (36, 1, 0, many - 1), (0, 2, 0, many), (36, 3, 0, 2), (27, 2, many, 1)]
+    expected = [
+        (1, 0, 36, many - 1),
+        (3, 0, 36, 2),
+        (2, many, 27, 1),
+        (0, 0, 0, 1),
+        (2, 0, 0, many - 1),
+        (2, many - 1, 0, 1),
+    ]
+    assert plan._program_map(work).tolist() == [
+        [slot, first, kind | chunks << 8] for slot, first, kind, chunks in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "work"),
+    [
+        ((64, 64), [("FLAT", 0, 8)]),
+        ((1600,), [("FLAT", 0, 4)]),
+        ((1601,), [("FLAT", 0, 3), ("RAGGED", 3, 1)]),
+        ((1601, 1), [("FLAT", 0, 3), ("RAGGED", 3, 1)]),
+        ((400, 4), [("FLAT", 0, 4)]),
+        ((320, 3), [("ROWS", 0, 3)]),  # 20 blocks of 16 rows
+        ((330, 3), [("ROWS", 0, 2), ("RAGGED", 2, 1)]),  # and one of 10
+        ((64, 14), [("QUADS", 0, 2)]),
+        ((32, 80), [("ROWS", 0, 8)]),
+        ((32, 44), [("QUADS", 0, 4)]),
+        ((32, 45), [("RAGGED", 0, 4)]),
+        ((0, 45), [("FLAT", 0, 0)]),
+    ],
+)
+def test_layouts(shape, work):
+    """Wide accesses wherever addresses and lengths allow them; the last chunk by itself where it doesn't."""
+    param = torch.nn.Parameter(torch.zeros(shape))
+    moments = [
+        Blockwise8bitTensor.zeros(shape, 64, code, rows_per_block=fitting_rows(shape, 64))
+        for code in ("float8_signed", "float8_unsigned")
+    ]
+    row = plan._describe(param, moments, 64, 8, aligned=True)
+    assert row.work() == [(getattr(adam_kernel, name).value, first, chunks) for name, first, chunks in work]
+    ragged = adam_kernel.RAGGED.value
+    assert all(layout == ragged for layout, _, _ in plan._describe(param, moments, 64, 8, aligned=False).work())
