@@ -247,4 +247,5 @@ def test_steps_through_a_gradient_scaler(accelerator):
     scaler.scale(model(X).sum()).backward()
     model[0].weight.grad[0, 0] = float("inf")
     scaled.step()
+    assert scaled.step_was_skipped  # which Accelerator.optimizer_step_was_skipped and its schedulers go by
     assert all(map(torch.equal, model.parameters(), before)) and scaler.get_scale() == 2.0**9

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from qsub import Blockwise8bitTensor
 from qsub.optim import AdamW8bit, compiled
 
 NEEDS_INTERPRETER = pytest.mark.skipif(not INTERPRETED, reason="test_one_launch_interpreted.py runs it")
@@ -41,8 +42,7 @@ def set_grads(params, seed):
 # ---- Groups changed by hand ----
 
 CHANGES = {
-    "state_bits": (32, "has 8 bits, its group asks for state_bits=32"),
-    "min_8bit_size": (10**6, "has 8 bits, its group asks for state_bits=8 and min_8bit_size=1000000"),
+    "block_size": (32, "has blocks of 64, its group asks for block_size=32"),
     "amsgrad": (True, "lacks .'max_exp_avg_sq'., its group asks for amsgrad=True"),
     "state_code": ("nf4", "state_code must be one of"),
     "betas": ((1.0, 0.999), r"betas\[0\] must be in \[0, 1\), got 1.0"),
@@ -64,13 +64,38 @@ def test_an_option_that_the_state_does_not_suit_is_refused(option, backend, devi
     with pytest.raises(ValueError, match=text):
         opt.step()
     assert all(map(torch.equal, params, before))
-    if option in ("state_bits", "min_8bit_size"):
+    if option == "block_size":
         opt.load_state_dict(opt.state_dict())  # the remedy that the error names
-        assert type(opt.state[params[0]]["exp_avg"]) is torch.Tensor
+        assert opt.state[params[0]]["exp_avg"].block_size == 32
     else:
         opt.param_groups[0][option] = kept
     opt.step()
     assert [float(opt.state[param]["step"]) for param in params] == [3, 3, 3]
+
+
+@backends
+@pytest.mark.parametrize(("option", "value"), [("state_bits", 32), ("min_8bit_size", 10**6)])
+def test_the_bits_of_a_state_follow_the_options(option, value, backend, device):
+    """8 bits decoded, which is exact, and encoded again."""
+    params = new_params(device)
+    opt = AdamW8bit(params, backend=backend)
+    for step in range(2):
+        set_grads(params, step)
+        opt.step()
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    ref = AdamW8bit(twins, backend=backend, **{option: value})
+    floats = opt.to_torch_state_dict()
+    floats["param_groups"][0]["fused"] = None
+    ref.load_state_dict(floats)
+    opt.param_groups[0][option], kept = value, opt.param_groups[0][option]
+    set_grads(params, 2), set_grads(twins, 2)
+    opt.step(), ref.step()
+    assert all(map(torch.equal, params, twins))
+    assert type(opt.state[params[0]]["exp_avg"]) is torch.Tensor
+    opt.param_groups[0][option] = kept
+    set_grads(params, 3)
+    opt.step()
+    assert isinstance(opt.state[params[0]]["exp_avg"], Blockwise8bitTensor)
 
 
 # ---- Parameters and gradients ----
@@ -154,9 +179,9 @@ def test_a_cleared_state_starts_anew(steps, backend, device):
 
 @backends
 def test_gradients_stay_as_they_are_under_a_scaler(backend, device):
-    """On all paths alike, whatever the size and the bits of the state: the step divides what it reads."""
+    """With fused=True on all paths alike, whatever the size and bits of the state: the step divides what it reads."""
     params = [*new_params(device), nn.Parameter(torch.ones(32, device=device))]
-    opt = AdamW8bit(params, backend=backend)
+    opt = AdamW8bit(params, backend=backend if backend != "eager" else None, fused=True)
     scaler = torch.amp.GradScaler(device, init_scale=1024.0)
     scaler.scale(sum(param.sum() for param in params)).backward()
     scaler.step(opt)

@@ -120,12 +120,70 @@ def test_text_and_none_are_no_numbers_and_no_flags(name):
     assert text.startswith(f"TypeError: {name}") and rule in text
 
 
-def test_unknown_options_are_refused():
-    """By torch.optim's own TypeError as an argument, by ours in a group."""
+def test_an_unknown_argument_is_refused_as_by_torch():
     assert "momentum" in refusal(lambda: AdamW8bit([PARAM], momentum=0.9))
-    text, known = refusal(lambda: AdamW8bit([{"params": [PARAM], "momentum": 0.9}])).split(";")
-    assert text == "TypeError: unknown option(s) of a parameter group: ['momentum']"
-    assert "momentum" not in known and "'params'" not in known and "'weight_decay'" in known
+
+
+MISSPELT = {
+    "blocksize": "block_size",
+    "block-size": "block_size",
+    "Block_Size": "block_size",
+    "min_8bit_sizes": "min_8bit_size",
+    "state_bit": "state_bits",
+    "statebits": "state_bits",
+    "states_code": "state_code",
+    "stochastic_rounding": "stochastic_round",
+    "bf16_stochastic_round": "stochastic_round",  # torchao's
+}
+
+
+@pytest.mark.parametrize("key", MISSPELT)
+def test_a_misspelt_option_in_a_group_is_refused(key):
+    text = refusal(lambda: AdamW8bit([{"params": [PARAM], key: 1}]))
+    assert text.startswith(f"TypeError: a parameter group has {key!r}, which no step reads: write {MISSPELT[key]!r}")
+
+
+def test_the_backend_is_no_option_of_a_group():
+    assert_expected_inline(
+        refusal(lambda: AdamW8bit([{"params": [PARAM], "backend": "eager"}], backend="triton")),
+        """TypeError: backend is an option of the optimizer, not of a parameter group: pass it as an argument""",
+    )
+
+
+WRITTEN = {
+    "lr": ("1e-3", "TypeError: lr must be a number, got '1e-3' of type str"),
+    "eps": (None, "TypeError: eps must be a number, got None of type NoneType"),
+    "weight_decay": (torch.ones(2), "ValueError: weight_decay as a tensor must have 1 element, got shape (2,)"),
+    "betas": (("0.9", 0.99), "TypeError: betas[0] must be a number, got '0.9' of type str"),
+    "differentiable": (True, "ValueError: differentiable=True is not supported"),
+    "foreach": (True, "ValueError: foreach=True is not supported"),
+    "maximize": ("false", "TypeError: maximize must be True or False, got 'false'"),
+    "stochastic_round": (None, "TypeError: stochastic_round must be True or False, got None"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_to_a_group_later_is_checked(name):
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    opt = AdamW8bit([param], backend="eager")
+    value, text = WRITTEN[name]
+    opt.param_groups[0][name] = value
+    assert refusal(opt.step).startswith(text)
+    assert torch.equal(param, torch.ones(3)) and not opt.state
+
+
+def test_stochastic_rounding_of_fp16_is_refused():
+    """Where it is asked for, and where parameters become fp16 later; others in the group need no rounding."""
+    half, full = nn.Parameter(torch.ones(3, dtype=torch.float16)), nn.Parameter(torch.ones(3))
+    assert_expected_inline(
+        refusal(lambda: AdamW8bit([half], stochastic_round=True)),
+        """ValueError: stochastic_round=True rounds bf16 parameters, got one of fp16 of shape (3,). Keep it in bf16 or fp32, or put it in a group with stochastic_round=False.""",  # noqa: E501
+    )
+    opt = AdamW8bit([{"params": [full]}, {"params": [half], "stochastic_round": False}], stochastic_round=True)
+    assert len(opt.param_groups) == 2
+    full.data, full.grad = full.data.half(), None
+    assert "got one of fp16" in refusal(opt.step)
 
 
 # ---- Where torch.compile can't build ----

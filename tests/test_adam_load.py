@@ -220,5 +220,68 @@ loaded state dict has a different number of parameter groups""",
     with pytest.raises(ValueError) as caught:
         one_group.load_state_dict(sgd.state_dict())
     rule, found = str(caught.value).split("; ")
-    assert rule == "state of parameter 0 lacks ['step', 'exp_avg', 'exp_avg_sq']: not a state of Adam or AdamW"
-    assert found == "it has ['momentum_buffer']"
+    assert rule == (
+        "a parameter group of the state dict lacks ['betas', 'eps', 'amsgrad']: it is not one of Adam or AdamW"
+    )
+    assert found.startswith("it has ['dampening', ") and found.endswith("Load it into the optimizer that it is of.")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "Adadelta", "Rprop", "NAdam", "RAdam", "Adamax"])
+def test_the_state_dict_of_another_optimizer_is_refused(name, trained):
+    """Also when it has no state: its learning rate would be taken over, and nothing else."""
+    params = new_params()
+    other = getattr(torch.optim, name)(params, lr=0.5)
+    if trained:
+        train(other, params, 0, 1)
+    opt = AdamW8bit(new_params(), lr=1e-3, backend="eager")
+    with pytest.raises(ValueError, match="not one of Adam or AdamW"):
+        opt.load_state_dict(other.state_dict())
+    assert opt.param_groups[0]["lr"] == 1e-3 and not opt.state
+
+
+# ---- Options that were asked for ----
+
+FORMS = {
+    "state_bits": 32,
+    "block_size": 32,
+    "state_code": "dynamic",
+    "min_8bit_size": 64,
+    "stochastic_round": True,
+}
+
+
+@pytest.mark.parametrize("option", FORMS)
+def test_an_option_that_was_asked_for_and_is_not_restored_is_told(option):
+    params = new_params()
+    saved = AdamW8bit(params).state_dict()
+    opt = AdamW8bit(params, **{option: FORMS[option]})
+    with pytest.warns(UserWarning, match=rf"group 0 asks for {option}={FORMS[option]!r}; .* has {option}="):
+        opt.load_state_dict(saved)
+    assert opt.param_groups[0][option] == saved["param_groups"][0][option]  # as torch.optim does
+    saved["param_groups"][0][option] = FORMS[option]  # the remedy that the text names
+    again = AdamW8bit(params, **{option: FORMS[option]})
+    again.load_state_dict(saved)
+    assert again.param_groups[0][option] == FORMS[option]
+
+
+def test_the_options_of_a_state_dict_are_restored_in_silence_where_none_were_asked_for():
+    params = new_params()
+    saved = AdamW8bit(params, **FORMS).state_dict()
+    opt = AdamW8bit(params)
+    opt.load_state_dict(saved)
+    opt.load_state_dict(saved)
+    assert all(opt.param_groups[0][option] == FORMS[option] for option in FORMS)
+    opt.load_state_dict(AdamW8bit(params).state_dict())  # what a load restored was not asked for
+    assert opt.param_groups[0]["state_bits"] == 8
+
+
+@pytest.mark.filterwarnings("error")
+def test_where_the_warning_is_an_error_nothing_is_loaded():
+    params = new_params()
+    ref = AdamW8bit(params, backend="eager", lr=0.5)
+    train(ref, params, 0, 1)
+    opt = AdamW8bit(params, state_bits=32)
+    with pytest.raises(UserWarning):
+        opt.load_state_dict(ref.state_dict())
+    assert not opt.state and opt.param_groups[0]["lr"] == 1e-3 and opt.param_groups[0]["state_bits"] == 32

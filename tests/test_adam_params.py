@@ -296,7 +296,7 @@ def test_a_state_that_no_longer_fits_is_refused():
     opt.step()
     assert opt.state[param]["exp_avg"].block_size == 32 and opt.state[param]["step"] == 4
     param.data, param.grad = torch.ones(90, 64), torch.ones(90, 64)
-    with pytest.raises(ValueError, match="Make a new optimizer"):
+    with pytest.raises(ValueError, match="make a new optimizer"):
         opt.step()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dist_optim import Bag, assert_same_run, differs, new_optimizer, sharded_bag, train, whole
+from dist_optim import Bag, assert_same_run, differs, like, new_optimizer, sharded_bag, train, whole
 from ranks import on_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -38,6 +38,25 @@ def _same_run(rank, dtype, options):
 def test_trajectory_equals_the_single_process_run(world_size, dtype, options):
     random = dtype == torch.bfloat16 or options not in ("fp32 state", "dynamic code")
     assert on_ranks(_same_run, world_size, dtype, OPTIONS[options]) == [random] * world_size
+
+
+def _edited(rank, form):
+    model, twin = sharded_bag(), Bag()
+    optimizer, reference = new_optimizer(model), new_optimizer(twin)
+    train(model, optimizer, 0, 2), train(twin, reference, 0, 2)
+    for param, whole_param in zip(model.parameters(), twin.parameters(), strict=True):
+        value = reference.state[whole_param]["exp_avg"] * 0.5
+        mine = {"whole": lambda v, p: v.clone(), "DTensor": like, "local": lambda v, p: like(v, p).to_local()}[form]
+        optimizer.state[param].update(exp_avg=mine(value, param), exp_avg_sq=torch.ones_like(param), step=5)
+        reference.state[whole_param].update(exp_avg=value, exp_avg_sq=torch.ones_like(whole_param), step=5)
+    train(model, optimizer, 2, 4), train(twin, reference, 2, 4)
+    assert_same_run(model, optimizer, twin, reference)
+
+
+@pytest.mark.parametrize("form", ["whole", "DTensor", "local"])
+def test_edits_of_a_sharded_state_are_those_of_the_whole(form):
+    """A moment may be assigned as a DTensor, which zeros_like of a parameter is, as the part of a rank, or whole."""
+    on_ranks(_edited, 2, form)
 
 
 def _collectives(rank):

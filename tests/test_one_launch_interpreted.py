@@ -19,6 +19,7 @@ pytest.importorskip("triton")
     [
         "test_one_launch.py",
         "test_adam_drop_in.py",
+        "test_adam_edits.py",
         "test_requantize.py",
         pytest.param("test_dist_optim_launch.py", marks=pytest.mark.dist),
     ],

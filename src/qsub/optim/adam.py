@@ -9,8 +9,9 @@ from torch import Tensor
 from qsub.optim import fused_cpu
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, untraced
+from qsub.optim.edits import take_edits
 from qsub.optim.hyper import HyperTensor
-from qsub.optim.options import check_group, check_keys, check_options, check_param, checked_grad
+from qsub.optim.options import check_group, check_keys, check_options, check_param, check_rounding, checked_grad
 from qsub.optim.per_parameter import step_parameter
 from qsub.optim.sharding import local, local_grad
 
@@ -36,25 +37,29 @@ class Adam8bit(torch.optim.Optimizer):
         maximize: ascend rather than descend.
         capturable: the step may be captured in a CUDA graph (after one step outside of it).
         differentiable: only False.
-        fused: None, False or True; every backend but "eager" is fused.
+        fused: None, False or True; every backend but "eager" is fused. As in torch.optim, True leaves the unscaling of
+            gradients and the skipping of a step to the step itself, where a `torch.amp.GradScaler` is used: no wait for
+            the device, but gradients can't be clipped between the two. None and False let the scaler do both.
         decoupled_weight_decay: AdamW's weight decay.
         block_size: elements that share a scale. A power of two from 16 to 4096.
         min_8bit_size: a parameter of fewer elements keeps fp32 state, whatever its dtype.
         state_bits: 8, or 32 for plain fp32 state (of a parameter group, say).
         state_code: "block_float8", or "dynamic", that of bitsandbytes and torchao (they use block_size=256), with an
             fp32 scale a block: for their checkpoints. Backend "triton" steps it one by one, compiled.
-        stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count.
+        stochastic_round: round bf16 parameters stochastically, so that updates under half an ulp count. Parameters of
+            32 and 64 bits, in the same group or not, need no such rounding; those of fp16 are refused with it. Int8
+            weights are rounded stochastically in any case.
         seed: of the random bits, which are a pure function of it, the step and the element's place.
         backend: "triton" (all parameters of a group in one launch), "compile", "eager", or None for the fastest that
             works on the device of the parameter.
 
-    Raises:
-        ValueError: an option out of its range.
-        TypeError: a parameter that is not a real floating point tensor.
-    """
+    A group may have keys of the user's own beside the options, as in torch.optim. What looks like a misspelt option of
+    qsub is refused.
 
-    # torch.amp.GradScaler then leaves unscaling and skipping to the step, which needs no sync for them
-    _step_supports_amp_scaling = True
+    Raises:
+        ValueError: an option out of its range, or an fp16 parameter with stochastic_round.
+        TypeError: a parameter that is not a real floating point tensor, or a misspelt option in a group.
+    """
 
     def __init__(
         self,
@@ -102,7 +107,17 @@ class Adam8bit(torch.optim.Optimizer):
         self.backend = backend
         self._hyper: dict[tuple[int, torch.device], HyperTensor] = {}
         self._launches: Any = None
+        self._restored_forms: list[dict[str, Any]] = []  # options of each group that the last load restored
         super().__init__(params, defaults)
+        self._announce_scaling()
+
+    def _announce_scaling(self) -> None:
+        """Tell torch.amp.GradScaler to leave unscaling and skipping to the step, where the user asked for fused=True.
+
+        The attribute is there only then, as in torch.optim: Lightning and Fabric refuse to clip where they find it.
+        """
+        if self.defaults["fused"]:
+            self._step_supports_amp_scaling = True
 
     def __getstate__(self) -> dict[str, Any]:
         """What deepcopy and pickle keep; device tensors of hyper-parameters are rebuilt at the next step."""
@@ -111,7 +126,8 @@ class Adam8bit(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Inverse of `__getstate__`; torch.optim's load_state_dict calls it too."""
         super().__setstate__(state)
-        self._hyper, self._launches = {}, None
+        self._hyper, self._launches, self._restored_forms = {}, None, []
+        self._announce_scaling()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch.optim's, which keeps the dict as the group; what is refused leaves the optimizer as it was."""
@@ -124,8 +140,10 @@ class Adam8bit(torch.optim.Optimizer):
                 params = param_group["params"] = list(params)
             for entry in [params] if isinstance(params, Tensor) else params:
                 check_param(entry[1] if isinstance(entry, tuple) else entry, type(self).__name__)
-            check_keys(param_group, self.defaults)
-            check_options({**self.defaults, **param_group}, self.backend)
+            check_keys(param_group)
+            options = {**self.defaults, **param_group}
+            check_options(options, self.backend)
+            check_rounding(options, [params] if isinstance(params, Tensor) else params)
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -138,7 +156,11 @@ class Adam8bit(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse. No parameter has been changed then.
+            RuntimeError: a gradient is sparse.
+            ValueError: an option out of range, or a state of another shape, was written.
+            TypeError: an option that is not a number.
+            NotImplementedError: a parameter is one that FSDP1 flattened, and would have 8-bit state.
+                No parameter has been changed then.
         """
         if torch.compiler.is_dynamo_compiling():  # what is worth it is compiled already, once for all shapes
             return untraced(self._step, closure)
@@ -151,7 +173,7 @@ class Adam8bit(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = []
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             check_group(group)
             params: list[Tensor] = group["params"]
             grads = [grad for p in params if (grad := p.grad) is not None]
@@ -160,25 +182,31 @@ class Adam8bit(torch.optim.Optimizer):
             if {grad.layout for grad in grads} - {torch.strided}:
                 name = type(self).__name__
                 raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
-            work.append((group, params, grads))
-        for index, (group, params, grads) in enumerate(work):
-            if params and not self._step_again(index, group, params, grads):
+            work.append((index, group, params, grads, self._plan_of(index, group, params, grads)))
+        # What is edited is encoded before anything is stepped: what can't be leaves all parameters as they were.
+        edited = [(group, params) for _, group, params, _, plan in work if plan is None]
+        take_edits(self.state, edited, type(self).__name__)
+        for index, group, params, grads, plan in work:
+            if plan is not None:
+                self._step_again(plan, group, params, grads)
+            elif params:
                 self._step_group(index, group, list(zip(params, grads, strict=True)))
             # Kernels and the row code write past autograd, which must tell a backward through the old values.
             torch.autograd.graph.increment_version(params)
         return loss
 
-    def _step_again(self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> bool:
-        """Step by one launch, if the group is as it was in the last step; this is what most steps are."""
+    def _plan_of(self, index: int, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> Any:
+        """The plan of the group's last step by one launch, if all is as it was then; or None."""
         plan = self._launches and self._launches.repeated(index, group, self.state, params, grads)
-        if not plan or any(map(Tensor.is_neg, grads)):
-            return False
+        return plan if plan and params and not any(map(Tensor.is_neg, grads)) else None
+
+    def _step_again(self, plan: Any, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+        """Step by one launch that is planned; this is what most steps are."""
         self._check_capture(group, plan.device)
         if plan.sharded:
             grads = [local_grad(param, grad) for param, grad in zip(params, grads, strict=True)]
-        hyper = self._refresh_hyper(index, group, plan.device, by_kernel=True)
+        hyper = self._refresh_hyper(plan.index, group, plan.device, by_kernel=True)
         self._launches.launch(plan, group, self.state, params, grads, hyper)
-        return True
 
     def _step_group(self, index: int, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Step a group: with backend "triton" what it takes of each device together, the rest one by one.
@@ -218,8 +246,6 @@ class Adam8bit(torch.optim.Optimizer):
         taken = [pair for pair in pairs if fused_cpu.takes(*pair, group)]
         if taken:
             states_ = [self._init_state(group, param) for param, _ in taken]
-            for (param, _), state in zip(taken, states_, strict=True):
-                states.check_form(param, group, state)
             params, grads = map(list, zip(*taken, strict=True))
             scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             fused_cpu.step(group, params, grads, states_, *scaling)
@@ -238,7 +264,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
         state = self.state[param]
-        if not state:
+        if not states.is_started(state):
             if local(param).device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "state can't be made while a CUDA graph is captured (each replay would reset it): take one step "
@@ -264,7 +290,6 @@ class Adam8bit(torch.optim.Optimizer):
     def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
         """One parameter with backend "eager" or "compile"."""
         state = self._init_state(group, param)
-        states.check_form(param, group, state)
         found_inf = getattr(self, "found_inf", None)
         count = state["step"]
         count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
@@ -286,8 +311,13 @@ class Adam8bit(torch.optim.Optimizer):
         State is copied, never shared with `state_dict`. Each moment takes the form that this optimizer's options
         ask for (the options of a qsub state dict are restored first, as torch.optim does with its own).
 
+        Warns:
+            UserWarning: the form of state that was asked for (state_bits, block_size, state_code, min_8bit_size,
+                stochastic_round) is not that of the state dict, and the latter is restored.
+
         Raises:
-            ValueError: shapes, keys or group sizes differ. The optimizer is left as it was.
+            ValueError: shapes, keys or group sizes differ, or the state is another optimizer's. The optimizer is left
+                as it was.
         """
         states.load(self, state_dict, super().load_state_dict)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qsub.kernel_launch import cdiv, launch
 from qsub.optim.adam_kernel import adam_kernel
+from qsub.optim.edits import has_form
 from qsub.optim.hyper import HyperTensor, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
 from qsub.optim.requantize_kernel import requantize
@@ -94,7 +95,8 @@ class OneLaunch:
                 return plan
             # Keep those that have no gradient this time: gradients that come and go need no new plan.
             here = {id(param) for param in group["params"] if local(param).device == device}
-            kept = [p for p in plan.params if id(p) not in dtypes and id(p) in here and all_states.get(p)]
+            others = [p for p in plan.params if id(p) not in dtypes and id(p) in here]
+            kept = [p for p in others if has_form(p, group, all_states.get(p))]
             dtypes.update({id(p): known[id(p)] for p in kept})
         return self._make(key, group, all_states, [*params, *kept], list(dtypes.values()))
 
@@ -274,7 +276,7 @@ def _launch(plan: Plan, pointers: Tensor, group: dict[str, Any], hyper: HyperTen
         decoupled,
         group["amsgrad"],
         group["stochastic_round"],
-        group["eps"] < LEAST_ROOT,
+        float(group["eps"]) < LEAST_ROOT,
     )
     grid = (plan.programs.shape[0] * PROGRAMS, 1, 1)
     warps = max(1, plan.blocks * block_size // _ELEMENTS_PER_WARP)

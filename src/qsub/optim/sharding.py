@@ -75,6 +75,21 @@ def rows_per_block(param: Tensor, block_size: int) -> int:
     return rows if -(-param.shape[0] // whole.device_mesh.size(sharded[0])) % rows == 0 else 1
 
 
+def check_flattened(param: Tensor, group: dict[str, Any], owner: str) -> None:
+    """NotImplementedError for a parameter of FSDP1, which cuts flattened parameters anywhere: its shards are no rows.
+
+    fp32 state needs no rows, and works. The rule goes by an option that is the same on all ranks: sizes of shards are
+    not, and a rank that goes on alone would wait for ever.
+    """
+    # What torch.distributed.fsdp marks a FlatParameter and the parameters in it with, seen in torch 2.11 to 2.13.
+    if getattr(param, "_fsdp_flattened", False) and param.requires_grad and group["state_bits"] == 8:
+        raise NotImplementedError(
+            f"{owner} keeps 8-bit state by rows, and FullyShardedDataParallel (FSDP1) flattens parameters and "
+            "cuts them anywhere. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2; in accelerate "
+            "fsdp_version=2), or keep fp32 state with state_bits=32."
+        )
+
+
 def first_block(param: Tensor, block_size: int, rows: int = 1) -> int:
     """Number of blocks of the whole parameter before the local part, for the random bits.
 

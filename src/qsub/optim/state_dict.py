@@ -1,13 +1,14 @@
 """Optimizer state: its form for each parameter, loading, and exchange with torch.optim."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qsub.optim.options import check_state_options
+from qsub.optim.options import QSUB_OPTIONS, check_group
 from qsub.optim.sharding import as_dtensor, local, part_of, raise_together, rows_per_block
 from qsub.tensors.blockwise import Blockwise8bitTensor
 from qsub.tensors.dispatch import is_dtensor
@@ -17,8 +18,14 @@ _CODES = {  # of exp_avg and of the second moments, by `state_code`
     "block_float8": ("float8_signed", "float8_unsigned"),
     "dynamic": ("dynamic_signed", "dynamic_unsigned"),
 }
-# Group options that torch.optim.Adam doesn't have; they stay what they were when a state dict lacks them.
-QSUB_OPTIONS = ("block_size", "min_8bit_size", "state_bits", "state_code", "stochastic_round", "seed")
+# What a state dict decides of the form of state and parameters, and what it is where nobody asked for another.
+_FORM = {
+    "block_size": 64,
+    "min_8bit_size": 4096,
+    "state_bits": 8,
+    "state_code": "block_float8",
+    "stochastic_round": False,
+}
 # How a step is carried out, not what it computes: never taken over from another optimizer's state dict.
 _IMPLEMENTATION = ("foreach", "fused", "differentiable")
 
@@ -68,57 +75,71 @@ def coded(param: Tensor, group: dict[str, Any], key: str) -> bool:
     return is_8bit(param, group) and not (noisy and key == "exp_avg_sq")
 
 
-def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """ValueError where `state` doesn't fit its parameter, or the options of its group, any more.
+def is_started(state: dict[str, Any] | None) -> bool:
+    """Whether a step has made this state. Notes of a wrapper (SAM, Lookahead) may be in it before."""
+    return bool(state) and any(key in state for key in ("step", *_MOMENTS))
 
-    What fits is brought into the form that the step takes.
-    """
-    moment = state["exp_avg"]
+
+def check_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    """ValueError where `state` doesn't fit its parameter, or the options of its group, any more."""
     where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
-    if moment.shape != local(param).shape:
-        raise ValueError(f"{where} has shape {tuple(moment.shape)}: the parameter was changed. Make a new optimizer.")
-    missing = [key for key in moment_keys(group) if key not in state]
-    if missing:
+    missing = [key for key in ("step", *moment_keys(group)) if key not in state]
+    if missing == ["max_exp_avg_sq"]:
         raise ValueError(
             f"{where} lacks {missing}, its group asks for amsgrad={group['amsgrad']}. "
             "Set amsgrad before the first step."
         )
-    bits = 8 if isinstance(moment, Blockwise8bitTensor) else 32
-    if is_8bit(param, group) != (bits == 8):
+    if missing:
         raise ValueError(
-            f"{where} has {bits} bits, its group asks for state_bits={group['state_bits']} and "
-            f"min_8bit_size={group['min_8bit_size']}. Load the state with load_state_dict to convert it."
+            f"{where} lacks {missing}. Assign what is missing, or remove the state (optimizer.state.pop(param)) to "
+            "start anew."
         )
-    if isinstance(moment, Blockwise8bitTensor) and moment.block_size != group["block_size"]:
+    for key in moment_keys(group):
+        _check_moment(param, group, key, state[key], where)
+
+
+def _check_moment(param: Tensor, group: dict[str, Any], key: str, moment: Any, where: str) -> None:
+    if not isinstance(moment, Tensor) or not moment.dtype.is_floating_point:
+        kind = moment.dtype if isinstance(moment, Tensor) else type(moment).__name__
+        raise ValueError(
+            f"{where}: {key} must be a float tensor or a Blockwise8bitTensor, got {kind}. Assign one of that shape."
+        )
+    if moment.shape not in (local(param).shape, param.shape):
+        raise ValueError(
+            f"{where} has shape {tuple(moment.shape)}: the parameter was changed, or {key} was. Edit both alike (rows "
+            "of state are indexed and concatenated as those of a tensor), remove the state "
+            "(optimizer.state.pop(param)) to start anew, or make a new optimizer."
+        )
+    if not isinstance(moment, Blockwise8bitTensor) or not coded(param, group, key):
+        return
+    if moment.block_size != group["block_size"]:
         raise ValueError(
             f"{where} has blocks of {moment.block_size}, its group asks for block_size={group['block_size']}. "
             "Load the state with load_state_dict to encode it anew."
         )
-    if isinstance(moment, Blockwise8bitTensor) and moment.code != code_of(group, "exp_avg"):
+    if moment.code != code_of(group, key):
         raise ValueError(
             f"{where} is coded as {moment.code!r}, its group asks for state_code={group['state_code']!r}. "
             "Load the state with load_state_dict to encode it anew."
         )
-    _settle(param, group, state)
 
 
-def _settle(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-    """Bring moments in the right codes into the form of `zero_moment`: after slices and joins, and from older files."""
-    wanted = rows_per_block(param, group["block_size"])
-    second = state["exp_avg_sq"]
-    for key in moment_keys(group):
-        moment = state[key]
-        if isinstance(moment, Blockwise8bitTensor) and not coded(param, group, key):
-            state[key] = moment.dequantize(torch.float32)
-        elif isinstance(moment, Blockwise8bitTensor) and moment.rows_per_block != wanted:
-            # A new tensor: what shares the memory of the old one must not be written to any more.
-            state[key] = moment.grouped(wanted, second if key == "exp_avg" else None)
-
-
-def _moment(
+def moment_of(
     saved: dict[str, Any], param: Tensor, group: dict[str, Any], key: str, where: str, of_torch: bool
 ) -> Tensor:
-    """A copy of a saved moment in the form that `group` asks for."""
+    """A copy of a saved moment in the form that `group` asks for.
+
+    Args:
+        saved: all moments of the parameter.
+        param: the parameter, DTensor or not.
+        group: options of its group.
+        key: of the moment.
+        where: for error texts.
+        of_torch: its floats are those of an optimizer, the two moments of one step.
+
+    Raises:
+        ValueError: it is no float tensor of the parameter's shape, or has values that can't be encoded.
+    """
     value = saved[key]
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
@@ -166,7 +187,7 @@ def _param_state(
     state = copy.deepcopy({key: value for key, value in saved.items() if key not in (*needed, "max_exp_avg_sq")})
     state["step"] = torch.as_tensor(saved["step"], dtype=torch.float32).reshape(()).to(device, copy=True)
     for key in moment_keys(group):
-        state[key] = _moment(saved, param, group, key, f"state of parameter {index}, {key}", of_torch)
+        state[key] = moment_of(saved, param, group, key, f"state of parameter {index}, {key}", of_torch)
     return state
 
 
@@ -177,12 +198,42 @@ def _of_torch(group: dict[str, Any]) -> bool:
 
 def _merge_group(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
     """A saved group with the options that it lacks, or that are not its to decide, from the current one."""
+    # NAdam, RAdam and Adamax of torch have betas, too, but not amsgrad, which Adam of other packages may lack.
+    needed = ("betas", "eps", "amsgrad") if "foreach" in saved else ("betas", "eps")
+    lacking = [key for key in needed if key not in saved]
+    if lacking:
+        raise ValueError(
+            f"a parameter group of the state dict lacks {lacking}: it is not one of Adam or AdamW; it has "
+            f"{sorted(map(str, saved.keys() - {'params'}))}. Load it into the optimizer that it is of."
+        )
     merged = {**{key: value for key, value in current.items() if key != "params"}, **saved}
     merged["decoupled_weight_decay"] = current["decoupled_weight_decay"]
     if _of_torch(saved):
         merged.update({key: current[key] for key in _IMPLEMENTATION})
-    check_state_options(merged)
+    check_group({**merged, "params": current["params"]})
     return merged
+
+
+def _warn_of_form(merged: list[dict[str, Any]], groups: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Tell which options of those that were asked for give way to the ones of a state dict.
+
+    Those that are what they are by default, or what the last load made them (`before`), were not asked for: to be
+    restored is what they are in a state dict for.
+    """
+    for index, (group, current) in enumerate(zip(merged, groups, strict=True)):
+        known = before[index] if index < len(before) else {}
+        lost = [
+            key for key, default in _FORM.items() if current[key] not in (default, group[key], known.get(key, default))
+        ]
+        if lost:
+            asked = ", ".join(f"{key}={current[key]!r}" for key in lost)
+            restored = ", ".join(f"{key}={group[key]!r}" for key in lost)
+            warnings.warn(
+                f"parameter group {index} asks for {asked}; the state dict has {restored}, which is restored, as "
+                "torch.optim does with all options. To keep what was asked for, set it in param_groups of the state "
+                "dict before it is loaded.",
+                stacklevel=9,  # above load_state_dict
+            )
 
 
 def shown(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +270,7 @@ def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict
         if [len(g["params"]) for g in saved["param_groups"]] != [len(g["params"]) for g in groups]:
             return saved  # torch.optim raises, with its own text
         merged = [_merge_group(s, g) for s, g in zip(saved["param_groups"], groups, strict=True)]
+        _warn_of_form(merged, groups, optimizer._restored_forms)
         known = set()
         for group, old, current in zip(merged, saved["param_groups"], groups, strict=True):
             for index, param in zip(group["params"], current["params"], strict=True):
@@ -231,6 +283,7 @@ def load(optimizer: Any, state_dict: dict[str, Any], load_groups: Callable[[dict
 
     def install(_: Any) -> None:
         optimizer.state.update(new_state)
+        optimizer._restored_forms = [{key: group[key] for key in _FORM} for group in optimizer.param_groups]
 
     # The last of the hooks before, so that it sees what others made of the dict; the first of those after.
     before = optimizer.register_load_state_dict_pre_hook(prepare)

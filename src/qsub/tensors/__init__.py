@@ -2,6 +2,7 @@
 
 from qsub.tensors import (
     blockwise_ops,
+    blockwise_rows,
     blockwise_shards,
     rowwise_arithmetic,
     rowwise_composites,
@@ -17,5 +18,5 @@ from qsub.tensors.rowwise import Int8RowwiseTensor
 __all__ = ["Blockwise8bitTensor", "Int8RowwiseTensor"]
 
 # The modules of handlers are imported for what they register.
-del blockwise_ops, blockwise_shards, rowwise_arithmetic, rowwise_composites, rowwise_copies
+del blockwise_ops, blockwise_rows, blockwise_shards, rowwise_arithmetic, rowwise_composites, rowwise_copies
 del rowwise_distributed, rowwise_matmul, rowwise_methods, rowwise_views

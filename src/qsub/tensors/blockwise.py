@@ -221,6 +221,7 @@ class Blockwise8bitTensor(NoMemory, Tensor):
         whole = self.by_rows()
         if rows_per_block == 1:
             return self.like(self.codes.clone(), self.row_scales(), rows_per_block=1)
+        second = second.by_rows() if isinstance(second, Blockwise8bitTensor) else second
         pieces = []
         step = max(1, _PIECE // max(1, rows_per_block * row_shape(self.shape)[1])) * rows_per_block
         for start in range(0, max(1, self.shape[0]), step):

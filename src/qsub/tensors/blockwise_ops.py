@@ -6,21 +6,16 @@ import torch
 from torch import Tensor
 
 from qsub.tensors.blockwise import OPS, Blockwise8bitTensor
-from qsub.tensors.dispatch import float_dtype, plain_operators
+from qsub.tensors.blockwise_rows import plain
+from qsub.tensors.dispatch import float_dtype, foreach_operators, plain_operators
 
 aten = torch.ops.aten
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Blockwise8bitTensor):
-        return value.dequantize()
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
-@OPS.implements(*plain_operators())
+@OPS.implements(*plain_operators(), *foreach_operators(in_place=False))
 def _plain_result(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Logging of norms and means, comparisons: an operator on the dequantized state; the result is plain."""
-    return func(*(_plain(arg) for arg in args), **{key: _plain(value) for key, value in kwargs.items()})
+    return func(*(plain(arg) for arg in args), **{key: plain(value) for key, value in kwargs.items()})
 
 
 @OPS.implements(aten.zero_.default)
@@ -29,24 +24,6 @@ def _zero_(func: Any, x: Blockwise8bitTensor) -> Blockwise8bitTensor:
     x.codes.zero_()
     x.scale.zero_()
     return x
-
-
-@OPS.implements(
-    aten.mul_.Tensor,
-    aten.mul_.Scalar,
-    aten.div_.Tensor,
-    aten.div_.Scalar,
-    aten.add_.Tensor,
-    aten.add_.Scalar,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.masked_fill_.Scalar,
-)
-def _in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Edits of the state by the user: decode, update, encode to nearest."""
-    if not isinstance(x, Blockwise8bitTensor):
-        return func(x, *(_plain(arg) for arg in args), **kwargs)
-    return x.copy_(func(x.dequantize(torch.float32), *(_plain(arg) for arg in args), **kwargs))
 
 
 @OPS.implements(aten.ones_like.default)
@@ -72,3 +49,29 @@ def _pin_memory(func: Any, x: Blockwise8bitTensor, device: Any = None) -> Blockw
 def _is_pinned(func: Any, x: Blockwise8bitTensor, device: Any = None) -> bool:
     """`.is_pinned()`."""
     return func(x.codes, device) and func(x.scale, device)
+
+
+# ---- Methods that never reach an operator ----
+
+
+def _set_data(x: Blockwise8bitTensor, value: Tensor) -> None:
+    """`x.data = value`, which torch would ignore."""
+    if not isinstance(value, Tensor) or value.shape != x.shape:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f".data of a Blockwise8bitTensor must keep its shape {tuple(x.shape)}, got {got}: assign to the state of "
+            "the optimizer instead, state['exp_avg'] = value"
+        )
+    x.copy_(value)
+
+
+def _no_pointer(x: Blockwise8bitTensor, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        "a Blockwise8bitTensor has no memory of its own: use .codes and .scale, or call .dequantize() first"
+    )
+
+
+Blockwise8bitTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
+Blockwise8bitTensor.numpy = Blockwise8bitTensor.__array__ = _no_pointer  # type: ignore[method-assign]
+Blockwise8bitTensor.__dlpack__ = _no_pointer  # type: ignore[method-assign]
+Blockwise8bitTensor.tolist = lambda x: x.dequantize().tolist()  # type: ignore[method-assign]

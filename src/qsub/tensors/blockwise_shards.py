@@ -69,8 +69,7 @@ def _split(func: Any, x: Blockwise8bitTensor, sizes: Any, dim: int = 0) -> Any:
     return pieces
 
 
-@OPS.implements(aten.cat.default)
-def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Blockwise8bitTensor:
+def join(func: Any, tensors: list[Tensor], dim: int = 0) -> Blockwise8bitTensor:
     """Shards made whole: DTensor.full_tensor."""
     first = tensors[0]
     if not isinstance(first, Blockwise8bitTensor) or not all(first.same_layout(x) for x in tensors):
@@ -87,11 +86,8 @@ def _cat(func: Any, tensors: list[Tensor], dim: int = 0) -> Blockwise8bitTensor:
     return whole
 
 
-@OPS.implements(aten.index_select.default)
-def _index_select(func: Any, x: Blockwise8bitTensor, dim: int, index: Tensor) -> Blockwise8bitTensor:
+def select_rows(func: Any, x: Blockwise8bitTensor, index: Tensor) -> Blockwise8bitTensor:
     """Rows in another order: DTensor.full_tensor where two mesh dimensions shard the rows."""
-    if x.dim() < 2 or dim % x.dim() != 0:
-        raise NotImplementedError(f"index_select of a Blockwise8bitTensor takes rows (dim 0), got dim {dim}. {_REMEDY}")
     x = x.by_rows()
     return x.like(func(x.codes, 0, index), func(x.scale, 0, index))
 
