@@ -86,9 +86,6 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
                 f"Int8RowwiseTensor takes int8 codes and an fp16 scale, got {got}. "
                 "For a float weight use Int8RowwiseTensor.from_float(weight)."
             )
-        check_modes(activations, outlier_threshold, backward_mode)
-        # A plain number: another one, of NumPy, would be in the metadata, which torch.load refuses.
-        outlier_threshold = None if outlier_threshold is None else float(outlier_threshold)
         fits = scale_dim is None or -int_data.dim() <= scale_dim <= -1
         if not fits or scale.shape != (() if scale_dim is None else (int_data.shape[scale_dim],)):
             raise ValueError(
@@ -108,7 +105,7 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
         )
         seal(self)
         self.int_data, self.scale, self.scale_dim, self.whole_rows = int_data, scale, scale_dim, whole_rows
-        self.activations, self.outlier_threshold, self.backward_mode = activations, outlier_threshold, backward_mode
+        self.set_modes(activations, outlier_threshold, backward_mode)
         if updates:
             self._updates = [int(updates)]
         return self
@@ -205,6 +202,13 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
             return value
         return value.reshape(1, -1) if one_row else value.t() if self.dim() == 2 else value.unsqueeze(1)
 
+    def set_modes(self, activations: Any, outlier_threshold: Any, backward_mode: Any) -> None:
+        """Change how products with this tensor are computed, in place; ValueError unless the three fit together."""
+        check_modes(activations, outlier_threshold, backward_mode)
+        # A plain number: another one, of NumPy, would be in the metadata, which torch.load refuses.
+        self.outlier_threshold = None if outlier_threshold is None else float(outlier_threshold)
+        self.activations, self.backward_mode = activations, backward_mode
+
     def fields(self) -> dict[str, Any]:
         """What the tensor is besides its inner tensors, as keywords of the class."""
         return {
@@ -219,7 +223,7 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
     def like(self, int_data: Tensor, scale: Tensor, **changes: Any) -> "Int8RowwiseTensor":
         """A tensor of other inner tensors with the remaining fields of this one, or those in `changes`."""
         made = type(self)(int_data, scale, **{**self.fields(), **changes})
-        made.trainable = self.is_trained()
+        made.trainable, made.keeps_requires_grad = self.is_trained(), self.keeps_requires_grad
         if self._updates is not None:
             made._updates = [*self._updates]
         return made

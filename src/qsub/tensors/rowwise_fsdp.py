@@ -17,10 +17,11 @@ class GatheredByRows:
     """
 
     # What a tensor knows besides its inner tensors, where torch.compile doesn't look. Views, copies and shards of a
-    # weight keep the last two, and views share the last; views of whole ranges of rows and moves keep the first.
+    # weight keep the last three, and views share the last; views of whole ranges of rows and moves keep the first.
     shard_rows: int | None = None  # rows gathered from each rank; None for those that the tensor has
     gathered: bool = False  # by a collective, from all ranks: ranges of rows may be columns of the same rows
     trainable: bool = False  # made of a weight that requires grad, which a shard itself never does
+    keeps_requires_grad: bool = False  # requires_grad is the user's choice, which quantize_(trainable=True) keeps
     _updates: list[int] | None = None  # one number, once it is asked for; saved with the weight
 
     @property

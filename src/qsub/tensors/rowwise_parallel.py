@@ -46,6 +46,11 @@ def local_part(param: Any) -> Any:
     return param.detach().to_local() if is_dtensor(param) else param
 
 
+def held_tensor(param: Any) -> Any:
+    """The very tensor that a parameter keeps on this rank, to change what it knows: `local_part` is an alias of it."""
+    return param._local_tensor if is_dtensor(param) else param
+
+
 def check_placements(param: Any, name: str) -> None:
     """ValueError unless the DTensor `param` is cut into rows or columns, or whole on each rank. No communication."""
     if is_dtensor(param) and any(placement.is_partial() for placement in param.placements):
