@@ -113,6 +113,20 @@ def _then(*steps: Callable[[list[Row]], list[Row]]) -> Callable[[list[Row]], lis
     return reshape
 
 
+def _merged(rows: list[Row]) -> list[Row]:
+    """Of benchmarks/adapter_merge.py: a row for each way, losses as differences from that of the adapter by itself."""
+    beside = {row["steps"]: row for row in rows if row["way"] == "adapter beside int8"}
+    table: dict[str, Row] = {}
+    for row in rows:
+        cells = table.setdefault(row["way"], dict(row))
+        reference = beside[row["steps"]]
+        cells[f"kept {row['steps']}"] = f"{100 * float(row['kept']):.1f}%" if row["kept"] else ""
+        for key in ("seen", "unseen"):
+            difference = float(row[key]) - float(reference[key])
+            cells[f"{key} {row['steps']}"] = f"{float(row[key]):.4f}" if row is reference else f"{difference:+.4f}"
+    return list(table.values())
+
+
 _ROWS = ("1", "16", "64", "256", "1024", "4096", "16384")
 
 
@@ -262,6 +276,18 @@ TABLES = {
             "saved_mib": "saved for backward, MiB",
             "peak_mib": "peak, MiB",
         },
+    ),
+    "adapter-merge": Table(
+        "adapter_merge.csv",
+        {
+            "way": "adapter of rank 4",
+            **{
+                f"{key} {steps}": f"{steps} steps: {name}"
+                for steps in ("5", "20")
+                for key, name in (("kept", "change kept"), ("seen", "loss"), ("unseen", "another novel"))
+            },
+        },
+        reshape=_merged,
     ),
     "fsdp2": Table(
         "fsdp2.csv",

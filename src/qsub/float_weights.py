@@ -41,11 +41,11 @@ def nothing_found(model: nn.Module, filter_fn: FilterFn | None) -> str:
         reason = _reason_of_module(module)
         if reason is not None:
             groups.setdefault(reason, []).append(name or "the model itself")
-    listed = [f"{_listed(names)} ({reason})" for reason, names in groups.items()]
+    held = "; ".join(f"{_listed(names)} ({reason})" for reason, names in groups.items()) or "no matrix"
+    remedy = "a model that has an nn.Linear" + ("" if filter_fn is None else ", or another filter_fn")
     return (
-        f"quantize_ takes the weights of nn.Linear and finds none in {type(model).__name__}, which has "
-        f"{'; '.join(listed) or 'no matrix'}. Pass a model that has an nn.Linear"
-        f"{', or another filter_fn' if filter_fn is not None else ''}; other weights stay as they are."
+        f"quantize_ takes the weights of nn.Linear and finds none in {type(model).__name__}, which has {held}. "
+        f"Pass {remedy}; other weights stay as they are."
     )
 
 

@@ -15,7 +15,7 @@ class OpTable:
     """Handlers of one tensor subclass, keyed by operator.
 
     A handler is called as `handler(func, *args, **kwargs)` below autograd. Whatever has no handler raises
-    NotImplementedError: nothing is dequantized behind the user's back.
+    NotImplementedError.
 
     Args:
         owner: name of the subclass, for error texts.

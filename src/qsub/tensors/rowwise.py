@@ -21,14 +21,14 @@ class Int8RowwiseTensor(GatheredByRows, NoMemory, torch.Tensor):
     """A float matrix stored as int8 codes and one fp16 scale for each row; value = int_data * scale / 127.
 
     It acts as a weight of its float dtype: matmul, `to`, views, copies and in-place updates are carried out on the
-    int8 data through `__torch_dispatch__`. An operator that is not implemented raises NotImplementedError; nothing
-    dequantizes silently. Results of arithmetic are plain float tensors. docs/tensors.md has the table of operators.
+    int8 data through `__torch_dispatch__`. Arithmetic (`w * 2`, `w.sum()`) dequantizes, and its results are plain float
+    tensors. Any other operator raises NotImplementedError. docs/tensors.md has the table of operators.
 
     In-place arithmetic (add_, mul_, addcdiv_, ...) on a weight that requires grad, or on its shards, views and copies,
-    which is what an optimizer does, rounds stochastically; on any other weight, and in copy_, it rounds to nearest. The
-    random bits are a hash of the new values of the row and the number of the update, not of torch's generator: the
-    replicas of DDP draw the same, and the shards of FSDP2 those of the whole weight. (An update within torch.compile
-    draws from the generator.)
+    which is what an optimizer does, rounds stochastically. On any other weight, and in copy_, it rounds to nearest; a
+    warning tells of an update of which that loses more than a tenth (qsub.tensors.rounding). The random bits are a hash
+    of the new values of the row and the number of the update, not of torch's generator: the replicas of DDP draw the
+    same, and the shards of FSDP2 those of the whole weight. (An update within torch.compile draws from the generator.)
 
     Args:
         int_data: (out_features, in_features) int8 codes in [-127, 127]. Or another Int8RowwiseTensor, which is

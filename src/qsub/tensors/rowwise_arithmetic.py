@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.tensors import rounding
 from qsub.tensors.codes import row_noise
 from qsub.tensors.dispatch import foreach_operators, plain_operators
 from qsub.tensors.rowwise import OPS, Int8RowwiseTensor
@@ -45,20 +46,30 @@ def _foreach_plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 # ---- In place: dequantize, update in fp32, encode again ----
 
 
-def _noise(x: Int8RowwiseTensor, value: Tensor) -> Tensor | None:
-    """Random numbers for stochastic rounding, where an optimizer would be at work: on a trainable weight.
+def noise(x: Int8RowwiseTensor, value: Tensor) -> Tensor | None:
+    """Random numbers for stochastic rounding, where an optimizer would be at work (on a trainable weight) or a merge.
 
     Replicas of a weight (DDP) must draw the same ones though their generators may differ, and shards (FSDP2) those of
     the whole weight: so they follow from the values of each row and the number of the update.
     """
-    if not x.is_trained():
+    if not (x.is_trained() or rounding.is_stochastic()):
         return None
     if type(value) is not Tensor:  # a trace of torch.compile, which would fix the number of the update
         return torch.rand_like(value, dtype=torch.float32)
     x.updates[0] += 1
-    noise = torch.empty_like(value)
-    x.as_rows(noise).copy_(row_noise(x.as_rows(value), x.updates[0]))
-    return noise
+    drawn = torch.empty_like(value)
+    x.as_rows(drawn).copy_(row_noise(x.as_rows(value), x.updates[0]))
+    return drawn
+
+
+def _store(x: Int8RowwiseTensor, value: Tensor) -> Int8RowwiseTensor:
+    """Encode the value of an update in fp32; what rounding to nearest loses of it is measured."""
+    if x.is_trained() or not rounding.can_measure(value):
+        return x.requantize_(value, noise=noise(x, value))
+    before = x.decode(torch.float32)
+    x.requantize_(value, noise=noise(x, value))
+    rounding.measure(before, value, x.decode(torch.float32))
+    return x
 
 
 @OPS.implements(
@@ -95,7 +106,7 @@ def _in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     x.as_rows(x.int_data)  # refuses views that can't be updated before any work is done
     value = x.decode(torch.float32)
     func(value, *(_plain(arg, torch.float32) for arg in args), **kwargs)
-    return x.requantize_(value, noise=_noise(x, value))
+    return _store(x, value)
 
 
 @OPS.implements(*foreach_operators(in_place=True))
@@ -110,8 +121,7 @@ def _foreach_in_place(func: Any, tensors: list[Tensor], *args: Any, **kwargs: An
     func(values, *(_plain(arg, dtype) for arg in args), **kwargs)
     for x, value in zip(tensors, values, strict=True):
         if isinstance(x, Int8RowwiseTensor):
-            value = value.float()
-            x.requantize_(value, noise=_noise(x, value))
+            _store(x, value.float())
         elif value is not x:
             x.copy_(value)
 

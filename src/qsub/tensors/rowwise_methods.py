@@ -6,8 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.tensors import codes as math8
+from qsub.tensors import rounding
 from qsub.tensors.no_memory import NoMemory
 from qsub.tensors.rowwise import FUNCTIONS, Int8RowwiseTensor
+from qsub.tensors.rowwise_arithmetic import noise
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> None:
@@ -32,8 +35,27 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
         tensor._updates = value.updates
         return
     with torch.no_grad():  # into new memory: a graph may have kept the old one for its backward
-        made: Any = tensor.detach().clone().copy_(value)
+        made: Any = _encoded(tensor, value.detach())
     tensor.int_data, tensor.scale, tensor.whole_rows = made.int_data, made.scale, made.whole_rows
+
+
+def _encoded(tensor: Int8RowwiseTensor, value: Tensor) -> Int8RowwiseTensor:
+    """A copy of the weight with another value, to nearest as of `copy_`; in a merge that asks for it, stochastically.
+
+    It may be an update (`w.data = w.data + delta`), so that what rounding loses is measured.
+    """
+    made: Any = tensor.detach().clone()
+    if not (rounding.can_measure(value) and value.is_floating_point()):
+        return made.copy_(value)
+    before = tensor.decode(value.dtype).float()  # what the value was computed from
+    value = value.float()
+    if rounding.is_stochastic():
+        math8.check_rows(made.as_rows(value), "value of .data")
+        made.requantize_(value, noise=noise(made, value))
+    else:
+        made.copy_(value)
+    rounding.measure(before, value, made.decode(torch.float32))
+    return made
 
 
 def _deepcopy(tensor: Int8RowwiseTensor, memo: dict[int, Any]) -> Any:
