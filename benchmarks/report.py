@@ -288,6 +288,7 @@ TABLES = {
             },
         },
         reshape=_merged,
+        record=("device", "packages", "peft", "date"),
     ),
     "fsdp2": Table(
         "fsdp2.csv",

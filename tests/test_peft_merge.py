@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from hf_models import output, tiny_batch
+from test_pages import ROOT, load
 from test_peft import adapted, half_step, layer
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -132,6 +133,23 @@ def test_nearest_tells_the_share_in_one_warning():
     assert r"of the adapter's change is left in the int8 weights (4 of 4 lost more than a tenth)" in text
     assert 0 <= float(text.partition("%")[0]) < 50
     assert int8_weights(merged)[0].dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:an update in place:UserWarning")  # as the script does
+def test_the_benchmark_on_a_real_model(monkeypatch):
+    """The setting of benchmarks/results/adapter_merge.csv on less text, a page of the documentation."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = load(ROOT / "benchmarks" / "adapter_merge.py")
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    monkeypatch.setattr(script.real_inputs, "austen", lambda: {"emma": text, script.HELD_OUT: text[3000:]})
+    rows = {row["way"]: row for row in script.rows(5, 1e-3, 0, small=True)}
+    adapter = rows.pop("adapter beside int8")
+    lost = rows.pop("int8, no adapter")["seen"] - adapter["seen"]
+    off = {way: row["seen"] - adapter["seen"] for way, row in rows.items()}
+    assert lost > 0.1 and rows["into int8, to nearest"]["kept"] < 0.1
+    assert off["into int8, to nearest"] > 0.8 * lost and abs(off["into int8, stochastic"]) < 0.1 * lost
+    assert abs(off["int8 dequantized, kept in float"]) < 1e-4  # fp32 sums in another order
 
 
 def test_errors():
