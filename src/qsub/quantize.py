@@ -113,8 +113,9 @@ def quantize_(
 
     The weights are frozen (requires_grad=False) unless `trainable`; biases and all other parameters stay as they are.
     A weight that is shared with a module that is not selected, such as an embedding, is skipped and stays tied. So is
-    one of a subclass of nn.Parameter, as in the modules of bitsandbytes, whose forward needs it. Linears that share a weight go on sharing it. Memory: at most the float model and one layer at a time. A
-    load_state_dict that fails later leaves the model as it was (see `qsub.loading`).
+    one of a subclass of nn.Parameter, as in the modules of bitsandbytes, whose forward needs it. Linears that share a
+    weight go on sharing it. Memory: at most the float model and one layer at a time. A load_state_dict that fails later
+    leaves the model as it was (see `qsub.loading`).
 
     Weights that are int8 already, by an earlier call, from_pretrained or a file, take the options of this call: the
     parameters stay the same objects, so that optimizers and ties go on, and codes and scales stay as they are. A call
