@@ -84,7 +84,7 @@ def from_flat(codes: Any, scale: Any, table: Any, signed: bool, block_size: int,
     if same_blocks(codes.shape, block_size):
         rows = fitting_rows(codes.shape, block_size)
         scale = scale.view(scale_shape(codes.shape, block_size, code, rows))
-        return Blockwise8bitTensor(codes, scale, block_size, code, rows_per_block=rows)
+        return Blockwise8bitTensor(codes, scale, block_size, code, torch.float32, rows)  # type: ignore[call-overload]
     flat = codes.reshape(-1)
     moment = Blockwise8bitTensor(flat, scale.view(scale_shape(flat.shape, block_size, code)), block_size, code)
     return _recode(moment, codes.shape, block_size)

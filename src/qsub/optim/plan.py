@@ -93,7 +93,7 @@ def _describe(param: Tensor, moments: list[Any], block_size: int, blocks: int, a
     scales = [moment.scale if isinstance(moment, Blockwise8bitTensor) else None for moment in moments]
     if is_8bit:
         grouped = moments[0].rows_per_block
-        (rows, length), total = row_shape(part.shape, grouped), math.prod(scales[0].shape[:2])
+        (rows, length), total = row_shape(part.shape, grouped), math.prod(moments[0].scale.shape[:2])
         first, chunks = first_block(param, block_size, grouped), -(-total // blocks)
         flat = rows <= 1 or length % block_size == 0
         length, row_blocks = (count, total) if flat else (length, total // rows)

@@ -125,13 +125,9 @@ class Blockwise8bitTensor(NoMemory, Tensor):
     ) -> "Blockwise8bitTensor":
         """All-zero tensor of `shape`; the arguments are those of the class."""
         scale = scale_shape(shape, block_size, code, rows_per_block)
-        return cls(
-            torch.zeros(shape, dtype=torch.uint8, device=device),
-            torch.zeros(scale, dtype=scale_dtype(code), device=device),
-            block_size,
-            code,
-            rows_per_block=rows_per_block,
-        )
+        codes = torch.zeros(shape, dtype=torch.uint8, device=device)
+        scales = torch.zeros(scale, dtype=scale_dtype(code), device=device)
+        return cls(codes, scales, block_size, code, torch.float32, rows_per_block)  # type: ignore[call-overload]
 
     @classmethod
     def from_float(
@@ -180,7 +176,7 @@ class Blockwise8bitTensor(NoMemory, Tensor):
             encoded, scale = math8.encode_exp_avg(blocks, low)
         codes = from_blocks(encoded, value.shape, rows_per_block).contiguous()
         scale = scale.view(scale_shape(value.shape, block_size, code, rows_per_block))
-        return cls(codes, scale, block_size, code, rows_per_block=rows_per_block)
+        return cls(codes, scale, block_size, code, torch.float32, rows_per_block)  # type: ignore[call-overload]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Plain float tensor of the same shape, in `dtype` (default: the dtype that the tensor shows)."""

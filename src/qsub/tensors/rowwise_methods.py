@@ -13,13 +13,11 @@ from qsub.tensors.rowwise import FUNCTIONS, Int8RowwiseTensor
 from qsub.tensors.rowwise_arithmetic import noise
 
 
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """`p.data = value`, which torch would ignore: share the int8 data of the value, or encode a float value."""
-    if not isinstance(tensor, Int8RowwiseTensor):
-        raise TypeError(
-            "a float parameter can't take an Int8RowwiseTensor as its .data: assign a new parameter to the module "
-            "(qsub.quantize_), or set .data to value.dequantize()"
-        )
+def _set_data(tensor: Int8RowwiseTensor, value: Tensor) -> None:
+    """`p.data = value`, which torch would ignore: share the int8 data of the value, or encode a float value.
+
+    (torch asks the class of the tensor that is assigned to, not that of the value: a float parameter can't be guarded.)
+    """
     if value.shape != tensor.shape or value.device != tensor.device:
         raise ValueError(
             f".data of an Int8RowwiseTensor must keep its shape {tuple(tensor.shape)} and device {tensor.device}, got "
