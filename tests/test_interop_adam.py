@@ -65,7 +65,7 @@ def test_codes_and_scales_carry_over(trained):
             for value, exact in zip(values, their_values(library, theirs, p), strict=True):
                 assert within_half_a_cell(value, exact) and not torch.equal(value, exact)
     # The control: the bound of half a cell rejects a moment of two per cent more.
-    exact = their_values(library, theirs, params[4])[0]
+    exact = their_values(library, theirs, params[5])[0]
     assert not within_half_a_cell(1.02 * exact, exact)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qsub.tensors import dynamic_codes
 from qsub.tensors import state_codes as math8
-from qsub.tensors.blocks import fitting_rows, from_blocks, is_dynamic, row_shape, scale_dtype, scale_shape, to_blocks
+from qsub.tensors.blocks import from_blocks, is_dynamic, row_shape, scale_dtype, scale_shape, to_blocks
 from qsub.tensors.dispatch import OpTable, cache_key, float_dtype, reduced, view_of
 from qsub.tensors.no_memory import NoMemory, seal
 
@@ -72,7 +72,8 @@ class Blockwise8bitTensor(NoMemory, Tensor):
         """See the class."""
         if code not in DECODE:
             raise ValueError(f"code must be one of {sorted(DECODE)}, got {code!r}")
-        if rows_per_block != 1 and not 1 < rows_per_block <= fitting_rows(codes.shape, block_size):
+        narrow = codes.dim() >= 2 and row_shape(codes.shape, rows_per_block)[1] <= block_size
+        if rows_per_block != 1 and not (rows_per_block > 1 and narrow):
             raise ValueError(
                 f"{rows_per_block} rows of codes {tuple(codes.shape)} don't fit into a block of {block_size}"
             )
