@@ -19,7 +19,7 @@ with warnings.catch_warnings():  # of their imports
 READ = {"bitsandbytes": optimizer_from_bitsandbytes, "torchao": optimizer_from_torchao}
 WRITE = {"bitsandbytes": optimizer_to_bitsandbytes, "torchao": optimizer_to_torchao}
 libraries = pytest.mark.parametrize("library", READ)
-# Rows of whole blocks, one row (with a short block for bitsandbytes; plain there, in torchao), blocks of four whole rows,
+# Rows of whole blocks, one row (with a short block for bitsandbytes; plain there, in torchao), blocks of four rows,
 # blocks that cut rows in two, fp32 state.
 SHAPES = [(64, 256), (4, 8, 128), (5120,), (5000,), (80, 64), (70, 65), (9,)]
 EXACT = {0, 1, 2, 3, 4}
