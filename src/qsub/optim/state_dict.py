@@ -69,7 +69,7 @@ def coded(param: Tensor, group: dict[str, Any], key: str) -> bool:
     """Whether the moment `key` of `param` is kept in 8 bits.
 
     With amsgrad exp_avg_sq is fp32 in the default code, which rounds it stochastically: the maximum would keep the
-    upward errors of all steps. It takes more than 12 bits to keep these under 5% of it (docs/optimizers.md).
+    upward errors of all steps (docs/optimizers.md).
     """
     noisy = group["amsgrad"] and group["state_code"] == "block_float8"
     return is_8bit(param, group) and not (noisy and key == "exp_avg_sq")
