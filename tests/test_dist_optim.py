@@ -15,7 +15,7 @@ OPTIONS = {
     "Adam, amsgrad": {"cls": Adam8bit, "amsgrad": True, "weight_decay": 0.1},
     "capturable, maximize, small blocks": {"capturable": True, "maximize": True, "block_size": 16, "seed": 7},
     "fp32 state": {"state_bits": 32},
-    "dynamic code": {"state_code": "dynamic", "block_size": 256},
+    "dynamic code": {"state_code": "dynamic"},
     "compiled": {"backend": "compile"},
 }
 

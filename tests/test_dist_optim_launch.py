@@ -43,7 +43,7 @@ def _trained(device, dtype=torch.float32, sharded=True, steps=STEPS, **options):
 
 
 def _codes(optimizer):
-    return [whole(entry["exp_avg_sq"])[0] for entry in optimizer.state_dict()["state"].values()]
+    return [whole(entry["exp_avg"])[0] for entry in optimizer.state_dict()["state"].values()]
 
 
 def _same_run(rank, device, dtype, options):

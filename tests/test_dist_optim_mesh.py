@@ -5,7 +5,18 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dist_optim import Bag, assert_same_run, assert_same_states, differs, like, new_optimizer, sharded_bag, train, whole
+from dist_optim import (
+    SHAPES,
+    Bag,
+    assert_same_run,
+    assert_same_states,
+    differs,
+    like,
+    new_optimizer,
+    sharded_bag,
+    train,
+    whole,
+)
 from ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -157,7 +168,7 @@ def _missing(rank):
 
 def test_no_step_waits_for_another_rank():
     """One of them has no gradient: the others go on, and so does it, as one process would that has its gradients."""
-    assert on_ranks(_missing, 2) == [[3] * 6, [2] * 6]
+    assert on_ranks(_missing, 2) == [[3] * len(SHAPES), [2] * len(SHAPES)]
 
 
 def _one_dimension(rank, world_size):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dist_optim import (
+    SHAPES,
     Bag,
     assert_equal,
     assert_same_run,
@@ -150,7 +151,7 @@ def _load(rank, path, sharded, options):
     "how, options",
     [
         ("saved", {}),
-        ("saved", {"state_code": "dynamic", "block_size": 256}),
+        ("saved", {"state_code": "dynamic"}),
         ("in the background", {"amsgrad": True}),
         ("staged by the writer", {}),
     ],
@@ -202,13 +203,13 @@ def test_torch_state_loads_and_goes_back():
 
 
 def _save_torch(rank, path):
-    model = sharded_bag()
+    model = sharded_bag(shapes=SHAPES[:6])  # no narrow rows: a part of those is encoded by rows
     theirs = _trained(model, cls=torch.optim.AdamW)
     dcp.save({"optimizer": get_optimizer_state_dict(model, theirs)}, checkpoint_id=path)
 
 
 def _load_torch(rank, path):
-    model, twin = sharded_bag(), Bag()
+    model, twin = sharded_bag(shapes=SHAPES[:6]), Bag(shapes=SHAPES[:6])
     ours, reference = new_optimizer(model), _trained(twin, cls=torch.optim.AdamW)
     content = {"optimizer": get_optimizer_state_dict(model, ours)}
     dcp.load(content, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
@@ -229,6 +230,47 @@ def _load_torch(rank, path):
 def test_a_checkpoint_of_torch_loads_on_another_number_of_ranks(tmp_path):
     on_ranks(_save_torch, 2, str(tmp_path))
     on_ranks(_load_torch, 3, str(tmp_path))
+
+
+# ---- Narrow rows whose blocks would lie on two ranks ----
+
+NARROW = [(1603, 3)]  # 16 rows to a block; 802 and 801 rows, or 535, 535 and 533
+
+
+def _values(model, optimizer):
+    """Moments of all ranks, and how many rows share a block of this one's."""
+    state = get_optimizer_state_dict(model, optimizer)["state"]["values.0"]
+    moments = [state[key] for key in ("exp_avg", "exp_avg_sq")]
+    rows = [getattr(moment, "_local_tensor", moment).rows_per_block for moment in moments]
+    whole_moments = [m.full_tensor() if isinstance(m, DTensor) else m for m in moments]
+    return [m.dequantize().tolist() for m in whole_moments], rows
+
+
+def _save_narrow(rank, path):
+    model = sharded_bag(shapes=NARROW)
+    optimizer = _trained(model)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    values, rows = _values(model, optimizer)
+    assert rows == [1, 1]
+    return values
+
+
+def _load_narrow(rank, path, sharded):
+    model = sharded_bag(shapes=NARROW) if sharded else Bag(shapes=NARROW)
+    optimizer = new_optimizer(model)
+    content = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(content, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, content["optimizer"])
+    values = _values(model, optimizer)[0]
+    train(model, optimizer, 3, 5)  # and goes on, in the form of this number of ranks
+    return values, _values(model, optimizer)[1]
+
+
+@pytest.mark.parametrize("world_size, sharded, rows", [(3, True, [1, 1]), (1, False, [16, 16])])
+def test_narrow_rows_load_exactly_on_any_number_of_ranks(tmp_path, world_size, sharded, rows):
+    saved = on_ranks(_save_narrow, 2, str(tmp_path))[0]
+    for values, kept in on_ranks(_load_narrow, world_size, str(tmp_path), sharded):
+        assert values == saved and kept == rows
 
 
 # ---- Errors ----

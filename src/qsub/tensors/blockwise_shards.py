@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qsub.tensors import collectives
-from qsub.tensors.blocks import scale_shape
+from qsub.tensors.blocks import fitting_rows, scale_shape
 from qsub.tensors.blockwise import OPS, Blockwise8bitTensor
 from qsub.tensors.dispatch import float_dtype, view_of
 
@@ -128,8 +128,11 @@ def _view(func: Any, x: Blockwise8bitTensor, size: Any) -> Any:
     return view_of(func, x, (size,), lambda: x.alias(aten.alias(x.codes)))
 
 
-collectives.implement(
-    OPS,
-    has_rows=lambda x: x.dim() >= 2,
-    encode=lambda x, value: x.ungroup_().from_float(value, x.block_size, x.code),
-)
+def _recode(x: Blockwise8bitTensor, value: Tensor) -> None:
+    """As the state of a parameter is encoded that isn't sharded: ranks that receive floats do that."""
+    rows = fitting_rows(x.shape, x.block_size)
+    made = x.from_float(value, x.block_size, x.code, rows_per_block=rows)
+    x.codes, x._held = made.codes, made._held
+
+
+collectives.implement(OPS, has_rows=lambda x: x.dim() >= 2, recode=_recode)

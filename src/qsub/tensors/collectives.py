@@ -22,13 +22,14 @@ if torch.distributed.is_available():
     COLLECTIVES += [*_GATHER, *_WRAP, _c10d.scatter_.default, _c10d.broadcast_.default]  # _WRAP is since torch 2.13
 
 
-def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[[Any, Tensor], Any]) -> None:
+def implement(table: OpTable, has_rows: Callable[[Any], bool], recode: Callable[[Any, Tensor], None]) -> None:
     """Register the collectives in the table of a subclass.
 
     Args:
         table: operators of the subclass.
         has_rows: whether dim 0 of all inner tensors is that of the tensor, so that gathering them gathers it.
-        encode: (tensor, float tensor of its shape) to one like it with those values, rounded to nearest.
+        recode: (tensor, float tensor of its shape): gives the tensor those values, to nearest, in new inner tensors,
+            since the caller's state may share the old ones.
     """
     if not COLLECTIVES:
         return
@@ -72,8 +73,7 @@ def implement(table: OpTable, has_rows: Callable[[Any], bool], encode: Callable[
             values = [x.dequantize().contiguous() for x in tensors]
         work = _finished(func, values, *group)
         for x, value in zip(tensors, values, strict=True):
-            for name, part in zip(x.__tensor_flatten__()[0], _parts(encode(x, value)), strict=True):
-                setattr(x, name, part)  # not in place: the caller's state may share the old ones
+            recode(x, value)
             if _count(x) is not None:
                 x._updates = None  # as on the ranks that receive floats
         return tensors, work

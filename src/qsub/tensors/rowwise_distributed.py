@@ -58,9 +58,9 @@ def _pad(func: Any, x: Int8RowwiseTensor, pad: list[int], value: float = 0) -> I
 # ---- Collectives ----
 
 
-def _encode(x: Int8RowwiseTensor, value: Any) -> Int8RowwiseTensor:
+def _recode(x: Int8RowwiseTensor, value: Any) -> None:
     int_data, scale = math8.quantize_rows(x.as_rows(value))
-    return x.like(int_data.view(x.shape), scale.view(x.scale.shape))
+    x.int_data, x.scale = int_data.view(x.shape), scale.view(x.scale.shape)
 
 
-collectives.implement(OPS, has_rows=lambda x: x.scale_dim == -2 and x.dim() == 2, encode=_encode)
+collectives.implement(OPS, has_rows=lambda x: x.scale_dim == -2 and x.dim() == 2, recode=_recode)
