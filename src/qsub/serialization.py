@@ -62,6 +62,12 @@ def _identity(tensor: Tensor) -> tuple[Any, ...] | None:
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Whether two are one and the same in memory, where that can be told."""
+    identity = _identity(first)
+    return identity is not None and identity == _identity(second)
+
+
 def describe(tensor: Tensor) -> dict[str, Any]:
     """Entry of a quantized tensor in the header."""
     meta = tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
@@ -144,7 +150,11 @@ def save_file(
 
 def read_header(file: Any, path: Path) -> dict[str, Any]:
     """qsub's entry in the header of an open file; ValueError if it is damaged or of another version."""
-    text = (file.metadata() or {}).get(HEADER)
+    return header_of((file.metadata() or {}).get(HEADER), path)
+
+
+def header_of(text: str | None, path: Path) -> dict[str, Any]:
+    """qsub's entry in the header of a file, or what stands for one in a file without; errors as `read_header`."""
     if text is None:  # a file of plain tensors
         return {"tensors": {}, "shared": {}}
     try:

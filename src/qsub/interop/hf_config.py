@@ -1,5 +1,7 @@
 """QsubConfig, the options that transformers keeps in config.json: see `qsub.interop.transformers`."""
 
+import functools
+import inspect
 from typing import Any
 
 from torch import nn
@@ -7,6 +9,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qsub.tensors import Int8RowwiseTensor
 from qsub.tensors.rowwise import check_modes
+
+_CHOOSING = ("skip", "embeddings")  # which layers are int8; the other options say how they multiply and train
 
 
 class QsubConfig(QuantizationConfigMixin):
@@ -29,6 +33,20 @@ class QsubConfig(QuantizationConfigMixin):
         ValueError: the options don't fit together.
         TypeError: `skip` is not a list of names.
     """
+
+    # Not in __dict__, which transformers write into config.json: the options that a caller named, and those of them that
+    # choose layers, once merged with the config of a folder.
+    __slots__ = ("asked", "given")
+    given: frozenset[str]
+    asked: dict[str, Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "QsubConfig":
+        """Notes which options are named."""
+        self = super().__new__(cls)
+        named = inspect.signature(cls.__init__).bind_partial(self, *args, **kwargs).arguments
+        self.given = frozenset(named) - {"self"}
+        self.asked = {}
+        return self
 
     def __init__(
         self,
@@ -66,6 +84,17 @@ class QsubConfig(QuantizationConfigMixin):
             )
         return super().from_dict(options, return_unused_kwargs, **kwargs)
 
+    def with_options_of(self, passed: "QsubConfig") -> "QsubConfig":
+        """The config of a folder with the options that are named in one that was passed to from_pretrained.
+
+        Those that choose layers are noted in `asked`: they must agree with the files.
+        """
+        options = {key: value for key, value in self.to_dict().items() if key != "quant_method"}
+        changes = {key: getattr(passed, key) for key in passed.given}
+        result = QsubConfig(**{**options, **{k: v for k, v in changes.items() if k not in _CHOOSING}})
+        result.asked = {key: changes[key] for key in _CHOOSING if key in changes}
+        return result
+
     def modes(self) -> dict[str, Any]:
         """How the weights multiply, as keywords of Int8RowwiseTensor."""
         return {
@@ -99,3 +128,28 @@ class QsubConfig(QuantizationConfigMixin):
 def int8_weights(model: nn.Module) -> list[Int8RowwiseTensor]:
     """The int8 parameters of a model, each once."""
     return [param for param in model.parameters() if isinstance(param, Int8RowwiseTensor)]
+
+
+def merge_passed_options() -> None:
+    """Have from_pretrained apply a QsubConfig that is passed with a folder of int8 weights.
+
+    transformers have a list of the configs that they merge with that of a folder (seen in 5.6 to 5.24), and ignore
+    others with a warning.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    original: Any = AutoHfQuantizer.merge_quantization_configs
+    if getattr(original, "knows_qsub", False):
+        return
+
+    @functools.wraps(original)
+    def merge(quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        of_folder, passed = quantization_config, quantization_config_from_args
+        if isinstance(of_folder, dict) and of_folder.get("quant_method") == "qsub" and isinstance(passed, QsubConfig):
+            of_folder = QsubConfig.from_dict(of_folder)
+        if isinstance(of_folder, QsubConfig) and isinstance(passed, QsubConfig):
+            return of_folder.with_options_of(passed)
+        return original(quantization_config, quantization_config_from_args)
+
+    merge.knows_qsub = True  # type: ignore[attr-defined]
+    AutoHfQuantizer.merge_quantization_configs = staticmethod(merge)  # type: ignore[method-assign, assignment]

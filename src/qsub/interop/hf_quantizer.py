@@ -1,26 +1,23 @@
 """What transformers calls to load, save and dequantize a model with int8 weights: see `qsub.interop.transformers`."""
 
-import json
-import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from qsub import loading
+from qsub.interop import hf_names
 from qsub.interop.bitsandbytes import weights_from_bitsandbytes
-from qsub.interop.hf_config import QsubConfig, int8_weights
+from qsub.interop.hf_config import QsubConfig, int8_weights, merge_passed_options
+from qsub.interop.hf_files import BITSANDBYTES, OURS, FileNames, Int8File, untied
 from qsub.quantize import dequantize_
-from qsub.serialization import HEADER, flatten_state_dict
 from qsub.tensors import Int8RowwiseTensor
-
-_OURS = ["weight.int_data", "weight.scale"]
-_BITSANDBYTES = ["weight", "SCB", "weight_format"]
 
 
 class _Quantize(ConversionOps):
@@ -57,10 +54,10 @@ class _Read(ConversionOps):
             if not isinstance(weight, Int8RowwiseTensor):
                 raise ValueError(f"{full_layer_name} is {weight.dtype} but has no SCB beside it")
         else:
-            missing = [key for key in _OURS if key not in parts]
+            missing = [key for key in OURS if key not in parts]
             if missing:
                 raise ValueError(f"{full_layer_name.removesuffix('weight')}{missing[0]} is missing in the checkpoint")
-            weight = Int8RowwiseTensor(*(parts[key] for key in _OURS), dtype)  # type: ignore[call-overload]
+            weight = Int8RowwiseTensor(*(parts[key] for key in OURS), dtype)  # type: ignore[call-overload]
         return {"weight": self.hf_quantizer.parameter(weight)}
 
 
@@ -72,8 +69,11 @@ class QsubHfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QsubConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.targets: set[str] = set()  # names of the weights that are int8, or become so
+        self.asked_about: set[str] = set()  # those, and the first of each rule that makes one of them
         self.shapes: dict[str, torch.Size] = {}  # of the parameters before loading
-        self.stored = _OURS  # what stands for a weight in a checkpoint with int8 weights
+        self.model: Any = None  # while it loads
+        self.file: Int8File | None = None  # a checkpoint with int8 weights
+        self.given: dict[str, Any] | None = None  # state_dict of the save_pretrained that runs
 
     @property
     def options(self) -> QsubConfig:
@@ -91,43 +91,31 @@ class QsubHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         config = self.options
+        self.model = model
+        self.shapes = {name: param.shape for name, param in model.named_parameters()}
+        files = [Path(file) for file in checkpoint_files or ()]
+        if self.pre_quantized:
+            self.targets = hf_names.layer_weights(model, config.embeddings, config.skips)
+            if files:
+                self.file = Int8File(files, model)
+                self.file.check_asked(config, model)
+            return
         kinds = (nn.Linear, nn.Embedding) if config.embeddings else nn.Linear
         found = [name for name, module in model.named_modules() if isinstance(module, kinds)]
         unmatched = [entry for entry in config.skip if not any(f".{entry}." in f".{name}." for name in found)]
-        if unmatched and not self.pre_quantized:
+        if unmatched:
             raise ValueError(f"skip names {unmatched}, but no layer of {type(model).__name__} has that in its name")
-        names = {f"{name}.weight" for name in found if not config.skips(name)}
-        for name, source in model.all_tied_weights_keys.items():  # a tie to a module that stays float is kept
-            if not {name, source} <= names:
-                names -= {name, source}
-        if not names and not self.pre_quantized:
+        self.targets = hf_names.layer_weights(model, config.embeddings, config.skips, untied(model, files))
+        if not self.targets:
             raise ValueError(
                 f"{type(model).__name__} has no weight to quantize: no nn.Linear, or all are tied to an embedding or "
                 "in skip. Load it without quantization_config."
             )
-        self.targets = names
-        self.shapes = {name: param.shape for name, param in model.named_parameters()}
-        if self.pre_quantized and checkpoint_files:
-            self._check_files(checkpoint_files)
-
-    def _check_files(self, files: list[str]) -> None:
-        if not files[0].endswith(".safetensors"):
-            raise ValueError(f"{files[0]}: int8 weights are read from safetensors files only")
-        keys = set()
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                keys.update(opened.keys())
-        if any(key.endswith(".SCB") for key in keys):
-            self.stored = _BITSANDBYTES
-        elif not any(key.endswith(".weight.int_data") for key in keys):
-            raise ValueError(
-                f"{os.path.dirname(files[0])}: config.json says that weights are int8, but no file holds any. Remove "
-                "its quantization_config, and pass quantization_config=qsub.QsubConfig() to quantize them."
-            )
+        self.asked_about = hf_names.first_of_its_rule(model, self.targets)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether a float tensor becomes int8 when it is read."""
-        return not self.pre_quantized and param_name in self.targets
+        """Whether a float tensor becomes int8 when it is read, or another that is made with it."""
+        return not self.pre_quantized and param_name in self.asked_about
 
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """Bytes an element, for device_map="auto"."""
@@ -139,14 +127,29 @@ class QsubHfQuantizer(HfQuantizer):
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """The operation on a checkpoint with int8 weights."""
-        return [WeightConverter(self.stored, "weight", operations=[_Read(self)])] if self.pre_quantized else []
+        if not self.pre_quantized:
+            return []
+        stored = BITSANDBYTES if self.file is not None and self.file.of_bitsandbytes else OURS
+        return [WeightConverter(stored, "weight", operations=[_Read(self)])]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """The rules that names are changed by while a checkpoint is read; transformers 5.6 doesn't ask."""
+        if self.file is None or not self.file.by_model_names:
+            return [*weight_conversions, *self.get_weight_conversions()]
+        own = len(get_model_conversion_mapping(self.model))  # those before them are the user's, key_mapping
+        return [
+            *weight_conversions[: len(weight_conversions) - own],
+            *([FileNames(self.file.names)] if self.file.names else []),
+            *self.get_weight_conversions(),
+        ]
 
     def accept(self, model: Any, name: str, value: Tensor) -> Tensor:
         """The int8 weight of a float tensor; one that doesn't fit the model is left for transformers to report."""
-        if value.shape != model.get_parameter(name).shape:
+        if name in self.targets and value.shape != model.get_parameter(name).shape:
             self.targets.discard(name)
+            self.asked_about.discard(name)
         if name not in self.targets:
-            return value
+            return value.to(model.get_parameter_or_buffer(name).dtype)
         return self.parameter(Int8RowwiseTensor.from_float(value))
 
     def parameter(self, weight: Int8RowwiseTensor) -> nn.Parameter:
@@ -156,9 +159,9 @@ class QsubHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._check_shapes(model)
-        # Reading is no transform of names that saving would have to undo.
-        conversions = getattr(model, "_weight_conversions", None) or []
-        model._weight_conversions = [c for c in conversions if not any(isinstance(o, _Read) for o in _operations(c))]
+        if self.pre_quantized and hasattr(model, "_weight_conversions"):
+            del model._weight_conversions  # a model that is saved in float again goes by the rules of its class
+        self.model = self.file = None
         loading.register(model)
         attach(model)
         return model
@@ -173,21 +176,15 @@ class QsubHfQuantizer(HfQuantizer):
                     "ignore_mismatched_sizes=True, install transformers 5.23 or newer."
                 )
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any], dict[str, str]]:
         """What save_pretrained writes: plain tensors, and the header of `qsub.save_file`."""
-        state_dict = model.state_dict()
         if getattr(model, "_hf_peft_config_loaded", False):  # transformers goes on to save the adapter alone
-            return state_dict, {}
+            return (model.state_dict() if self.given is None else self.given), {}
+        from qsub.interop.hf_saving import tensors_to_save
+
         self.options.take_modes(model)
         model.config.quantization_config = self.options
-        if any(value.device.type == "meta" for value in state_dict.values()):
-            from accelerate.utils import modeling
-
-            state_dict = modeling.get_state_dict_offloaded_model(model)
-        tied = model.all_tied_weights_keys
-        state_dict = {name: value for name, value in state_dict.items() if name not in tied}
-        plain, header = flatten_state_dict(state_dict, share=False)  # from_pretrained knows no other ties
-        return plain, {HEADER: json.dumps(header)}
+        return tensors_to_save(model, self.given)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         dequantize_(model)
@@ -215,6 +212,7 @@ class QsubHfQuantizer(HfQuantizer):
 
 register_quantization_config("qsub")(QsubConfig)
 register_quantizer("qsub")(QsubHfQuantizer)
+merge_passed_options()
 
 
 def _pretrained(model: nn.Module) -> list[Any]:
@@ -234,8 +232,7 @@ def detach(model: nn.Module) -> None:
     """Undo `attach`, and the marks of from_pretrained."""
     for module in _pretrained(model):
         if isinstance(getattr(module, "hf_quantizer", None), QsubHfQuantizer):
+            conversions = getattr(module, "_weight_conversions", None)
             module.hf_quantizer.remove_quantization_config(module)
-
-
-def _operations(conversion: Any) -> list[Any]:
-    return getattr(conversion, "operations", [])
+            if conversions is not None:  # what the float checkpoint was read with, it is saved with
+                module._weight_conversions = conversions

@@ -2,7 +2,8 @@
 
 transformers looks quantization methods up in a registry and has no entry points for others. Its registry takes two
 seconds to import, so `import qsub` doesn't: where transformers comes later, a finder waits for that one module, has it
-loaded as usual, registers, and is gone.
+loaded as usual, registers, and is gone. Another waits for the module of PreTrainedModel, whose save_pretrained is
+wrapped, see `qsub.interop.hf_saving`.
 """
 
 import sys
@@ -14,12 +15,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_REGISTRY = "transformers.quantizers.auto"
 _OURS = "qsub.interop.hf_quantizer"
+_SAVING = "qsub.interop.hf_saving"
 
 
 class _WhenImported(MetaPathFinder):
-    """Finder that only adds a step after a module has been executed."""
+    """Finder that only adds a step after one module has been executed."""
 
     def __init__(self, name: str, step: Callable[[], Any]) -> None:
         self.name, self.step = name, step
@@ -42,14 +43,27 @@ class _WhenImported(MetaPathFinder):
         return spec
 
 
+def _is_transformers_5() -> bool:
+    return find_spec("transformers.core_model_loading") is not None
+
+
 def _register() -> None:
-    if find_spec("transformers.core_model_loading") is not None:  # transformers 5
+    if _is_transformers_5():
         import_module(_OURS)
+
+
+def _wrap() -> None:
+    if _is_transformers_5():
+        import_module(_SAVING).wrap_save_pretrained()
+
+
+_STEPS = {"transformers.quantizers.auto": _register, "transformers.modeling_utils": _wrap}
 
 
 def register_with_transformers() -> None:
     """Make quant_method "qsub" known to transformers, now or when it is imported."""
-    when_imported(_REGISTRY, _register)
+    for name, step in _STEPS.items():
+        when_imported(name, step)
 
 
 def when_imported(name: str, step: Callable[[], Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from qsub.checkpoint_files import INDEX, locate, read_json, weight_map
 from qsub.serialization import (
+    HEADER,
     INNER,
     Joined,
     check_parts,
@@ -80,10 +81,17 @@ class Entry:
         for first in range(0, self.shape[0], step):
             yield first, self.read(first, min(first + step, self.shape[0]))
 
-    def raw(self) -> Iterator[bytearray]:
-        """All bytes, up to CHUNK at a time."""
-        for offset in range(0, self.nbytes, CHUNK):
-            yield self._bytes(self.start + offset, min(CHUNK, self.nbytes - offset))
+    def raw(self, first: int = 0, last: int | None = None) -> Iterator[bytearray]:
+        """All bytes, or those of the rows from `first` up to `last`, up to CHUNK at a time."""
+        start = self.start + first * self.row_bytes
+        nbytes = self.nbytes if last is None else (last - first) * self.row_bytes
+        for offset in range(0, nbytes, CHUNK):
+            yield self._bytes(start + offset, min(CHUNK, nbytes - offset))
+
+    def equals(self, other: "Entry") -> bool:
+        """Whether it has the bytes of another tensor of the same dtype and shape."""
+        alike = (self.dtype, self.shape) == (other.dtype, other.shape)
+        return alike and all(a == b for a, b in zip(self.raw(), other.raw(), strict=True))
 
     def _bytes(self, start: int, nbytes: int) -> bytearray:
         buffer = bytearray(nbytes)
@@ -174,17 +182,25 @@ def open_source(path: Path) -> Source:
 
 
 def _read_file(source: Source, file: Path) -> None:
-    with open(file, "rb") as opened:
-        length = struct.unpack("<Q", opened.read(8))[0]
-        entries = json.loads(opened.read(length))
-    metadata = entries.pop("__metadata__", {})
+    entries, metadata = read_entries(file)
     for name, entry in entries.items():
         if name in source.entries:
             raise ValueError(f"{file}: {name!r} is in {source.entries[name].file.name} too")
+        source.entries[name] = entry
+    source.metadata[file] = {key: value for key, value in metadata.items() if key != HEADER}
+
+
+def read_entries(file: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of a safetensors file, which has been checked, by their names; and the strings of its header."""
+    with open(file, "rb") as opened:
+        length = struct.unpack("<Q", opened.read(8))[0]
+        header = json.loads(opened.read(length))
+    metadata = header.pop("__metadata__", {})
+    entries = {}
+    for name, entry in header.items():
         begin, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        source.entries[name] = Entry(name, entry["dtype"], shape, file, 8 + length + begin, end - begin)
-    source.metadata[file] = {key: value for key, value in metadata.items() if key != "qsub"}
+        entries[name] = Entry(name, entry["dtype"], tuple(entry["shape"]), file, 8 + length + begin, end - begin)
+    return entries, metadata
 
 
 def bits(dtype: str, nbytes: int, shape: tuple[int, ...]) -> int:
