@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from qsub.checkpoint_files import INDEX
 from qsub.cli.stopping import Stopping
-from qsub.streaming import inspection, jobs
+from qsub.streaming import foreign, inspection, jobs
 from qsub.streaming.select import Selection, select
 from qsub.streaming.source import Source, open_source
 from qsub.streaming.target import check_free
@@ -76,8 +76,11 @@ def quantize(
     if not dry_run:
         _check_target(path, target)
     source = open_source(path)
+    foreign.check_float(source)
     selection = select(source, only, skip)
-    chosen = len(source.plain()) - len(selection.reasons)
+    if selection.guess:
+        click.echo(f"qsub: {path}: names and shapes decide which tensors are layers, as {selection.guess}", err=True)
+    chosen = len(selection.tensors) - len(selection.reasons)
     weights = [fields for fields in source.quantized.values() if fields["class"] == "Int8RowwiseTensor"]
     others = any({key: fields.get(key) for key in modes} != modes for fields in weights)
     if others and (source.kind == "folder" if chosen else activations):  # a config.json holds one set of modes
@@ -87,14 +90,14 @@ def quantize(
         return
     with _bar(source, "quantize") as progress:
         after = jobs.quantize(source, target, selection, modes, progress)
-    _done(source, target, f"{chosen} of {len(source.plain())} tensors to int8 (by {selection.rule})", after)
+    _done(source, target, f"{chosen} of {len(selection.tensors)} tensors to int8 (by {selection.rule})", after)
 
 
 def _list(source: Source, selection: Selection) -> None:
     click.echo(f"{source.path}: by {selection.rule}")
     for name in source.quantized:
         click.echo(f"kept   {name}  quantized already")
-    for name, entry in sorted(source.plain().items()):
+    for name, entry in sorted(selection.tensors.items()):
         reason = selection.reasons.get(name)
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         click.echo(f"{'kept ' if reason else 'int8 '}  {name}  {entry.dtype} {shape}{'  ' + reason if reason else ''}")

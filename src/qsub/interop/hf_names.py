@@ -17,7 +17,7 @@ called here are not public: they were seen in 5.6, 5.12, 5.18 and 5.24, with the
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,3 +240,13 @@ def untied(model: Any, found: list[Move], equal: Callable[[str, str], bool]) -> 
         for name, source in ties(model).items()
         if name in stored and source in stored and not equal(stored[name], stored[source])
     }
+
+
+def stored_ties(model: Any, stored: Container[str]) -> dict[str, str]:
+    """Names that a file leaves out, to those that they are tied to, which it has; either may be an embedding's."""
+    result = {}
+    for group in _shared(model, set()):
+        there = sorted(name for name in group if name in stored)
+        if there:
+            result.update({name: there[0] for name in sorted(group) if name not in stored})
+    return result

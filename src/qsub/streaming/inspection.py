@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qsub.serialization import FLOAT_DTYPES, build
+from qsub.streaming.converted import Tensors
+from qsub.streaming.select import model_tensors
 from qsub.streaming.source import CHUNK, DTYPES, FLOATS, Entry, Source
 from qsub.tensors.codes import dequantize_rows
 
@@ -50,22 +53,30 @@ def layers(source: Source, original: Source | None = None) -> list[Layer]:
         ValueError: the original lacks a quantized tensor, or has it in another shape or not in float.
     """
     result = []
+    tensors = _by_the_names_of(source, original) if original is not None else {}
     for name, fields in source.quantized.items():
         inner = source.inner(name)
         layer = Layer(name, _CODES[fields["class"]], inner[0].shape, fields["dtype"], sum(e.nbytes for e in inner))
         if original is not None:
-            layer.sqnr_db, layer.exact = _compare(name, inner, fields, original)
+            layer.sqnr_db, layer.exact = _compare(name, inner, fields, original.path, tensors)
         result.append(layer)
     for name, entry in source.plain().items():
         result.append(Layer(name, entry.dtype, entry.shape, entry.dtype, entry.nbytes))
     return sorted(result, key=lambda layer: layer.name)
 
 
-def _compare(name: str, inner: list[Entry], fields: dict[str, Any], original: Source) -> tuple[float | None, bool]:
-    target = original.entries.get(name)
+def _by_the_names_of(source: Source, original: Source) -> Tensors:
+    """The tensors of the original by the names that the checkpoint has: the model's, or those that are stored."""
+    return model_tensors(original) if source.by_model_names else dict(original.entries)
+
+
+def _compare(
+    name: str, inner: list[Entry], fields: dict[str, Any], path: Path, tensors: Tensors
+) -> tuple[float | None, bool]:
+    target = tensors.get(name)
     if target is None or target.dtype not in FLOATS or target.shape != inner[0].shape:
         got = "nothing" if target is None else f"{target.dtype} {target.shape}"
-        raise ValueError(f"{original.path}: {name!r} must be a float tensor of shape {inner[0].shape} there, got {got}")
+        raise ValueError(f"{path}: {name!r} must be a float tensor of shape {inner[0].shape} there, got {got}")
     signal = noise = 0.0
     for part, value in _decoded(inner, fields, target):
         wide = part.double()
@@ -76,7 +87,7 @@ def _compare(name: str, inner: list[Entry], fields: dict[str, Any], original: So
     return (10 * math.log10(signal / noise) if signal else -math.inf), False
 
 
-def _decoded(inner: list[Entry], fields: dict[str, Any], target: Entry) -> Any:
+def _decoded(inner: list[Entry], fields: dict[str, Any], target: Any) -> Any:
     """Pairs of the original and the decoded tensor, by ranges of rows where the scales are those of rows."""
     codes, scale = inner
     if fields["class"] != "Int8RowwiseTensor" or fields.get("scale_dim", -2) != -2 or len(codes.shape) != 2:

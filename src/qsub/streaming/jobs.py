@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qsub.checkpoint_files import INDEX, read_json
+from qsub.interop.hf_names import MARK
 from qsub.serialization import HEADER, VERSION
-from qsub.streaming import steps
+from qsub.streaming import foreign, steps
 from qsub.streaming.select import Selection, float_linears, names_of_modules
 from qsub.streaming.source import DTYPES, FLOATS, Entry, Source
 from qsub.streaming.target import Step, appearing, write_file
@@ -27,6 +28,7 @@ class _Plan:
         self.steps: dict[Path, list[Step]] = {file: [] for file in source.files}
         self.quantized: dict[Path, dict[str, Any]] = {file: {} for file in source.files}
         self.shared: dict[str, str] = {}
+        self.by_model_names = False  # which the header of each file then says
 
     def add(self, file: Path, step: Step) -> None:
         self.steps[file].append(step)
@@ -42,6 +44,7 @@ class _Plan:
                 self.add(entry.file, steps.copy(entry))
             self.quantized[self.source.inner(name)[0].file][name] = fields
         self.shared = self.source.shared
+        self.by_model_names = self.source.by_model_names
 
     def nbytes(self) -> int:
         return sum(step.nbytes for file in self.steps.values() for step in file)
@@ -61,14 +64,13 @@ class _Plan:
 
     def _write_file(self, file: Path, path: Path, progress: Progress) -> None:
         metadata = self.source.metadata[file]
-        here = {n: s for n, s in self.shared.items() if s in self.quantized[file] or self._file_of(s) == file}
-        if self.quantized[file] or here:
+        stored = {*self.quantized[file], *(output.name for step in self.steps[file] for output in step.outputs)}
+        here = {name: other for name, other in self.shared.items() if other in stored}
+        if self.quantized[file] or here or self.by_model_names:
             header = {"version": VERSION, "tensors": self.quantized[file], "shared": here}
+            header.update([MARK] if self.by_model_names else [])
             metadata = {**metadata, HEADER: json.dumps(header)}
         write_file(path, self.steps[file], metadata, progress)
-
-    def _file_of(self, name: str) -> Path | None:
-        return self.source.entries[name].file if name in self.source.entries else None
 
     def _write_rest(self, part: Path, config: Config | None) -> None:
         source = self.source
@@ -136,7 +138,7 @@ def quantization_config(modes: dict[str, Any], floats: list[str]) -> Config:
 
 
 def quantize(source: Source, target: Path, selection: Selection, modes: dict[str, Any], progress: Progress) -> int:
-    """Write a checkpoint with the selected weights in int8. Those that are int8 already are copied.
+    """Write a checkpoint with the selected weights in int8. If some are int8 already, they are copied.
 
     Args:
         source: what to read.
@@ -149,23 +151,27 @@ def quantize(source: Source, target: Path, selection: Selection, modes: dict[str
         Bytes of the tensors written.
 
     Raises:
-        ValueError: nothing is selected, or a weight can't be quantized: it is named.
+        ValueError: nothing is selected, or a weight can't be quantized: it is named. Or another method has quantized
+            the checkpoint.
         NotWritten: there is something at `target`, or the system refuses to write it.
     """
-    if any(name.endswith(".SCB") or name == "SCB" for name in source.entries):
-        raise ValueError(f"{source.path}: a checkpoint of bitsandbytes; use: qsub convert --from bitsandbytes")
+    foreign.check_float(source)
+    chosen = [entry for name, entry in selection.tensors.items() if name not in selection.reasons]
+    if not chosen and source.quantized:
+        raise ValueError(f"{source.path}: its weights are int8 already, and there is none left to quantize")
+    if not chosen:
+        raise ValueError(f"{source.path}: no tensor to quantize (by {selection.rule}); --dry-run tells why")
     plan = _Plan(source)
     plan.keep_quantized()
-    chosen = [entry for name, entry in source.plain().items() if name not in selection.reasons]
-    if not chosen and not source.quantized:
-        raise ValueError(f"{source.path}: no tensor to quantize (by {selection.rule}); --dry-run tells why")
-    for entry in source.plain().values():
-        if entry.name in selection.reasons:
+    plan.shared = {**plan.shared, **selection.shared}
+    plan.by_model_names = selection.by_model_names
+    for name, entry in selection.tensors.items():
+        if name in selection.reasons:
             plan.add(entry.file, steps.copy(entry))
         else:
-            plan.add_quantized(entry.name, entry.file, *steps.quantize(entry, modes))
+            plan.add_quantized(name, entry.file, *steps.quantize(entry, modes))
     config = source.config()
-    if config is not None and chosen:
+    if config is not None:
         config["quantization_config"] = quantization_config(modes, selection.floats)
     return plan.write(target, config, progress)
 

@@ -1,22 +1,21 @@
 """Which tensors of a checkpoint are weights of Linear layers, and which of them to take.
 
 A Hugging Face folder is asked what `quantize_` would take: the model is built on the meta device from config.json, so
-that embeddings, tied heads, and matrices of other modules are known for what they are. Without a config.json, or
-without transformers, names and shapes decide: a float matrix called `*.weight` whose layer is not called an embedding.
+that embeddings, tied heads, and matrices of other modules are known for what they are, and the tensors are taken by the
+model's names (`qsub.interop.hf_names`). Without a config.json, or without transformers, names and shapes decide: a float
+matrix called `*.weight` whose layer is not called an embedding.
 """
 
-import logging
 import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from qsub.quantize import linear_weights
-from qsub.streaming.source import FLOATS, Entry, Source
+from qsub.interop import hf_names
+from qsub.streaming.converted import Tensors, by_model_names
+from qsub.streaming.source import FLOATS, Source
 
 _EMBEDDING = re.compile(
     r"(^|_)(emb|embd|embed|embeds|embedding|embeddings)(_|$)|^(wte|wpe|shared|relative_attention_bias)$"
@@ -33,13 +32,21 @@ class Selection:
 
     Attributes:
         rule: in words, where it comes from.
-        reasons: for each tensor that stays as it is, why; the others are quantized.
+        guess: why names decide, though there is a config.json; empty where they don't.
+        tensors: the plain tensors to write, by the names that they are to have.
+        reasons: for each of them that stays as it is, why; the others are quantized.
         floats: layers that the model has as nn.Linear and that stay float all the same.
+        shared: names that the model ties, to those that they are tied to, which the checkpoint stores.
+        by_model_names: whether the names are those of the model.
     """
 
     rule: str
+    guess: str = ""
+    tensors: Tensors = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     floats: list[str] = field(default_factory=list)
+    shared: dict[str, str] = field(default_factory=dict)
+    by_model_names: bool = False
 
 
 def select(source: Source, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> Selection:
@@ -47,34 +54,39 @@ def select(source: Source, only: tuple[str, ...] = (), skip: tuple[str, ...] = (
 
     Args:
         source: the checkpoint.
-        only: patterns of shell style (`*`, `?`, `[...]`) for names of layers or tensors: all others stay float. Where
-            names decide, these replace the guess.
+        only: patterns of shell style (`*`, `?`, `[...]`) for names of layers or tensors, in the model or in the
+            checkpoint: all others stay float. Where names decide, these replace the guess.
         skip: patterns of layers that stay float.
 
     Raises:
         PatternError: a pattern fits no tensor.
+        ValueError: the rules of transformers can't be applied to the tensors.
     """
-    plain = source.plain()
+    result, linear = _by_model(source)
+    keys = {name: (name, *_stored_keys(entry)) for name, entry in result.tensors.items()}
     for pattern in (*only, *skip):
-        if not any(_fits(name, (pattern,)) for name in (*plain, *source.quantized)):
+        if not any(_fits(key, (pattern,)) for key in (*source.quantized, *(k for all_ in keys.values() for k in all_))):
             raise PatternError(f"the pattern {pattern!r} fits no tensor of {source.path}; --dry-run lists the names")
-    linear, rule = _linear_names(source)
-    result = Selection(rule)
-    for name, entry in plain.items():
+    for name, entry in result.tensors.items():
         if linear is None:
-            reason = _unlike_linear(name, entry, bool(only)) or _tied(name, plain)
+            reason = _unlike_linear(name, entry, bool(only)) or _tied(name, result.tensors)
         else:
             reason = "" if name in linear else "no weight of nn.Linear, or shared with another module"
             reason = reason or ("" if entry.dtype in FLOATS else f"{entry.dtype} is no float dtype")
-        if not reason and only and not _fits(name, only):
+        if not reason and only and not any(_fits(key, only) for key in keys[name]):
             reason = "not in --only"
-        if not reason and _fits(name, skip):
+        if not reason and any(_fits(key, skip) for key in keys[name]):
             reason = "in --skip"
         if reason:
             result.reasons[name] = reason
             if linear is not None and name in linear:
-                result.floats.append(linear[name].removesuffix(".weight"))
+                result.floats.append(name.removesuffix(".weight"))
     return result
+
+
+def _stored_keys(entry: Any) -> list[str]:
+    """Names in the checkpoint of a tensor that the model knows by another; of one that is made of several, none."""
+    return [entry.key] if getattr(entry, "key", "") else []
 
 
 def _fits(name: str, patterns: tuple[str, ...]) -> bool:
@@ -84,7 +96,7 @@ def _fits(name: str, patterns: tuple[str, ...]) -> bool:
 # ---- By names ----
 
 
-def _unlike_linear(name: str, entry: Entry, chosen: bool) -> str:
+def _unlike_linear(name: str, entry: Any, chosen: bool) -> str:
     if not (name == "weight" or name.endswith(".weight")):
         return "not called weight"
     if len(entry.shape) != 2:
@@ -101,7 +113,7 @@ def _is_embedding(name: str) -> bool:
     return bool(_EMBEDDING.search(layer))
 
 
-def _tied(name: str, plain: dict[str, Entry]) -> str:
+def _tied(name: str, plain: Tensors) -> str:
     """Why a head stays float whose bytes are those of an embedding: they are one parameter of the model."""
     entry = plain[name]
     for other in plain.values():
@@ -114,23 +126,32 @@ def _tied(name: str, plain: dict[str, Entry]) -> str:
 # ---- By the model ----
 
 
-def _linear_names(source: Source) -> tuple[dict[str, str] | None, str]:
-    """Stored names of the weights that quantize_ would take, to their names in the model; None where names decide."""
-    model, rule = _model(source)
+def _by_model(source: Source) -> tuple[Selection, set[str] | None]:
+    """The tensors to choose from, and those that are weights of nn.Linear; None where names decide."""
+    model, rule, guess = _model(source)
+    plain = source.plain()
     if model is None:
-        return None, rule
-    stored: dict[str, str] = {}
-    for name in linear_weights(model):
-        for key in _stored_names(model, name):
-            if key in source.entries:
-                stored[key] = name
-                break
-    return stored, rule
+        return Selection(rule, guess, dict(plain)), None
+    if source.quantized:  # its names are fixed already
+        by_name = {key: name for name in hf_names.layer_weights(model) for key in _stored_names(model, name)}
+        tensors: Tensors = dict(plain)
+        linear = {key for key in plain if key in by_name}
+        return Selection(rule, guess, tensors, by_model_names=source.by_model_names), linear
+    tensors, found = by_model_names(plain, model)
+    untied = hf_names.untied(model, found, lambda a, b: plain[a].equals(plain[b]))
+    linear = hf_names.layer_weights(model, untied=untied)
+    return Selection(rule, guess, tensors, shared=hf_names.stored_ties(model, tensors), by_model_names=True), linear
+
+
+def model_tensors(source: Source) -> Tensors:
+    """The plain tensors of a checkpoint, by the names of config.json's model where they are not those already."""
+    model = None if source.by_model_names else _model(source)[0]
+    return dict(source.plain()) if model is None else by_model_names(source.plain(), model)[0]
 
 
 def float_linears(source: Source) -> list[str] | None:
     """The nn.Linear modules of the model that its checkpoint has in float, tied heads too; None without a model."""
-    model, _ = _model(source)
+    model = _model(source)[0]
     if model is None:
         return None
     int8 = {*source.quantized, *(name for name, other in source.shared.items() if other in source.quantized)}
@@ -140,7 +161,7 @@ def float_linears(source: Source) -> list[str] | None:
 
 def names_of_modules(source: Source, names: list[str]) -> list[str]:
     """Those of the names that a module of config.json's model has, whole or as a part; all without a model."""
-    model, _ = _model(source)
+    model = _model(source)[0]
     if model is None:
         return names
     return [name for name in names if any(f".{name}." in f".{module}." for module, _ in model.named_modules())]
@@ -152,31 +173,17 @@ def _stored_names(model: nn.Module, name: str) -> tuple[str, ...]:
     return name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")
 
 
-def _model(source: Source) -> tuple[nn.Module | None, str]:
-    """The model of config.json, and the rule that tensors are chosen by, in words."""
+def _model(source: Source) -> tuple[Any, str, str]:
+    """The model of config.json, the rule that tensors are chosen by, and why names decide although there is one."""
     config = source.config()
     if not config or not config.get("architectures"):
-        return None, "names and shapes"
+        return None, "names and shapes", ""
     architecture = str(config["architectures"][0])
     try:
-        return _on_meta(source.path, architecture), f"the nn.Linear modules of {architecture}"
+        return hf_names.on_meta(source.path, architecture), f"the nn.Linear modules of {architecture}", ""
     except Exception as error:  # whatever a model's own code raises; the reason is shown
-        return None, f"names and shapes, as {architecture} can't be built ({_first_line(error)})"
-
-
-def _on_meta(folder: Path, architecture: str) -> Any:
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # what transformers and the packages that it imports have to say is not asked for
-    try:
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            model = getattr(transformers, architecture)(config)
-            model.tie_weights()
-        return model
-    finally:
-        logging.disable(level)
+        guess = f"{architecture} can't be built ({_first_line(error)})"
+        return None, f"names and shapes, as {guess}", guess
 
 
 def _first_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qsub.checkpoint_files import INDEX, locate, read_json, weight_map
+from qsub.interop.hf_names import MARK
 from qsub.serialization import (
     HEADER,
     INNER,
@@ -45,12 +46,13 @@ class Entry:
     """A tensor as it is stored.
 
     Attributes:
-        name: key in the file.
+        name: key in the file, or the name that a model has for it.
         dtype: as safetensors names it.
         shape: of the tensor.
         file: that holds it.
         start: offset of its first byte in the file.
         nbytes: its size.
+        key: in the file, where a model knows the tensor by another name.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Entry:
     file: Path
     start: int
     nbytes: int
+    key: str = ""
 
     @property
     def row_bytes(self) -> int:
@@ -119,6 +122,7 @@ class Source:
         quantized: names of quantized tensors to their fields in the header of their file.
         shared: names to the name of the tensor that they share.
         metadata: of each file, without qsub's entry.
+        by_model_names: the file says that its names are those of the model, see `qsub.interop.hf_names`.
     """
 
     path: Path
@@ -129,6 +133,7 @@ class Source:
     quantized: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     metadata: dict[Path, dict[str, str]] = field(default_factory=dict)
+    by_model_names: bool = False
 
     def inner(self, name: str) -> list[Entry]:
         """The entries that a quantized tensor is stored in."""
@@ -168,7 +173,9 @@ def open_source(path: Path) -> Source:
     package = safetensors_package()
     with ExitStack() as stack:
         opened = [stack.enter_context(open_file(file, package)) for file in files]
-        header = join_headers([read_header(each, file) for each, file in zip(opened, files, strict=True)])
+        headers = [read_header(each, file) for each, file in zip(opened, files, strict=True)]
+        header = join_headers(headers)
+        source.by_model_names = any(each.get(MARK[0]) == MARK[1] for each in headers)
         for file in files:
             _read_file(source, file)
         joined, names = Joined(opened), set(source.entries)

@@ -10,6 +10,7 @@ from torch import Tensor
 from qsub import Int8RowwiseTensor
 from qsub.interop.bitsandbytes import weights_from_bitsandbytes, weights_to_bitsandbytes
 from qsub.serialization import FLOAT_DTYPES, build, describe
+from qsub.streaming.converted import Result, Rows
 from qsub.streaming.source import CHUNK, DTYPES, Entry
 from qsub.streaming.target import Output, Step
 from qsub.tensors.codes import check_rows, dequantize_rows, quantize_rows
@@ -22,13 +23,13 @@ def _output(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Output:
     return Output(name, _SAFETENSORS[dtype], tuple(shape), math.prod(shape) * dtype.itemsize)
 
 
-def copy(entry: Entry, name: str | None = None) -> Step:
+def copy(entry: Entry | Rows | Result, name: str | None = None) -> Step:
     """The tensor as it is, of any dtype; under another name if one is given."""
     output = Output(name or entry.name, entry.dtype, entry.shape, entry.nbytes)
     return Step((output,), lambda: ((0, piece) for piece in entry.raw()), entry.nbytes)
 
 
-def quantize(entry: Entry, modes: Fields) -> tuple[Step, Fields]:
+def quantize(entry: Entry | Rows | Result, modes: Fields) -> tuple[Step, Fields]:
     """A float matrix as int8 codes and scales, a range of rows at a time; also its fields for the header.
 
     Args:
