@@ -41,6 +41,10 @@ class _Read(ConversionOps):
     def __init__(self, hf_quantizer: "QsubHfQuantizer") -> None:
         self.hf_quantizer = hf_quantizer
 
+    def __deepcopy__(self, memo: Any) -> "_Read":
+        """Itself: transformers copy the operation for each weight, and the quantizer refers to the model."""
+        return self
+
     def convert(  # type: ignore[override]
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
