@@ -38,6 +38,7 @@ import harness
 import tiny_models
 import torch
 import transformers
+import transformers.modeling_utils  # here rather than in each process
 from torch import nn
 
 import qsub

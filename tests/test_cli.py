@@ -136,10 +136,12 @@ def test_modes_are_stored(tmp_path, capsys):
     assert (weight.activations, weight.outlier_threshold) == ("int8", 6.0)
 
 
-def test_quantizing_twice_changes_nothing(tmp_path, capsys):
-    qsub(capsys, "quantize", write_file(tmp_path), tmp_path / "y.safetensors")
-    assert qsub(capsys, "quantize", tmp_path / "y.safetensors", tmp_path / "z.safetensors")[0] == 0
-    assert (tmp_path / "z.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()
+def test_the_rest_of_a_file_is_quantized_later(tmp_path, capsys):
+    x, y, z, whole = (tmp_path / f"{name}.safetensors" for name in ("x", "y", "z", "whole"))
+    write_file(tmp_path)
+    assert qsub(capsys, "quantize", x, y, "--only", "*.q")[0] == qsub(capsys, "quantize", x, whole)[0] == 0
+    assert qsub(capsys, "quantize", y, z)[0] == 0
+    assert z.read_bytes() == whole.read_bytes() != y.read_bytes()
 
 
 def test_dequantize(tmp_path, capsys):

@@ -1,12 +1,16 @@
 """A check before load_state_dict touches a quantized model, so that a bad entry leaves all of it as it was.
 
 torch.nn.Module.load_state_dict copies entry by entry and raises at the end. quantize_ registers this check on the model
-it was given; dequantize_ removes it. It also joins the two parts of an int8 weight, which a plain reader of safetensors
+it was given; dequantize_ removes it. A model that holds such a model, or one whose layers were quantized one by one,
+gets it when it is about to load: its hooks, and those of its parts, are called too late, when entries of the modules
+before have been copied, and nothing of a part leads to the model. So `Module.load_state_dict` is wrapped, once quantize_
+has been called. It also joins the two parts of an int8 weight, which a plain reader of safetensors
 takes from a file of `qsub.save_file` or save_pretrained (transformers' Trainer does, when it resumes). Keys that are
 missing or not expected are torch's to report, after the others are loaded: a hook is not told whether strict=True was
 asked for.
 """
 
+import functools
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,8 +75,28 @@ def check_before_load(
         )
 
 
+def _wrap_load_state_dict() -> None:
+    """Have any module registered that is about to load, and has a part that is."""
+    original = nn.Module.load_state_dict
+    if getattr(original, "checks_parts", False):
+        return
+
+    @functools.wraps(original)
+    def load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not _handles(self) and any(_handles(module) for module in self.modules()):
+            register(self)
+        return original(self, *args, **kwargs)
+
+    load_state_dict.checks_parts = True  # type: ignore[attr-defined]
+    nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
 def register(module: nn.Module) -> None:
-    """Have `module` checked before it loads; once, however often this is called. torch.jit.script is refused, too."""
+    """Have `module`, and all that hold it, checked before they load; once, however often this is called.
+
+    torch.jit.script is refused, too.
+    """
+    _wrap_load_state_dict()
     if not _handles(module):
         module.register_load_state_dict_pre_hook(check_before_load)
     for owner in module.modules():

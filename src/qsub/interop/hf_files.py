@@ -62,16 +62,16 @@ class Int8File:
             changed = {key: name for key, name in self._in_model.items() if key in weights and key != name}
             self.names |= {key + part: name + part for key, name in changed.items() for part in _PARTS}
             self._check_version(model)
-        elif not self.of_bitsandbytes:
-            self._check_original_names(model)
+        else:
+            layers = [f"{key.removesuffix('.SCB')}.weight" for key in stored if key.endswith(".SCB")]
+            self._check_original_names(model, [f"{weight}.int_data" for weight in weights] + layers)
 
-    def _check_original_names(self, model: Any) -> None:
-        changed = hf_names.converted(model, [f"{weight}.int_data" for weight in self._weights])
-        if changed:
+    def _check_original_names(self, model: Any, names: list[str]) -> None:
+        for name in hf_names.converted(model, names):
             raise ValueError(
-                f"{self.folder}: {changed[0]} has the name of the original checkpoint, where transformers splits, joins "
-                "or permutes tensors, which int8 codes can't follow. An earlier qsub wrote it: quantize the float "
-                "checkpoint again."
+                f"{self.folder}: {name} has the name of the original checkpoint, whose tensors transformers splits, "
+                "joins or permutes, which int8 codes can't follow. An earlier qsub or another package wrote it: quantize "
+                "the float checkpoint."
             )
 
     def _check_version(self, model: Any) -> None:

@@ -85,7 +85,8 @@ def _shared(model: Any, untied: set[str]) -> list[set[str]]:
     """Sets of names that are one parameter, or will be."""
     by_id: dict[int, set[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(param), set()).add(name)
+        if name not in untied:
+            by_id.setdefault(id(param), set()).add(name)
     group_of = {name: group for group in by_id.values() for name in group}
     for name, source in ties(model).items():
         if name in group_of and source in group_of and name not in untied:

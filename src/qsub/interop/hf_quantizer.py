@@ -190,8 +190,9 @@ class QsubHfQuantizer(HfQuantizer):
         model.config.quantization_config = self.options
         return tensors_to_save(model, self.given)
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dequantize_(model)
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # save_pretrained leaves a name in the config
         return model if dtype in (None, model.dtype) else nn.Module.to(model, dtype)
 
     def is_serializable(self) -> bool:

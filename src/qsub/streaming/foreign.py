@@ -1,10 +1,16 @@
 """Checkpoints that another method has quantized: what looks like a float matrix there may be half of one."""
 
+import re
 from typing import Any
 
 from qsub.streaming.source import Source
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2")
+
+# Names beside a weight in files of GPTQ and AWQ, compressed-tensors and fp8, bitsandbytes in 4 bits, MXFP4, HQQ.
+_BESIDE = re.compile(
+    r"(\.qweight|\.weight_packed|\.weight_scale|\.weight_scale_inv|\.weight\.absmax|\.weight\.quant_map|_blocks|\.W_q)$"
+)
 
 
 def check_float(source: Source) -> None:
@@ -25,6 +31,10 @@ def check_float(source: Source) -> None:
             raise ValueError(
                 f"{entry.file}: {entry.name} is {entry.dtype}, whose scales are in another tensor: the checkpoint is "
                 f"quantized already. {remedy}"
+            )
+        if _BESIDE.search(entry.name):
+            raise ValueError(
+                f"{entry.file}: {entry.name} is a part of a weight that another method has quantized. {remedy}"
             )
 
 

@@ -11,7 +11,7 @@ from qsub.checkpoint_files import INDEX, read_json
 from qsub.interop.hf_names import MARK
 from qsub.serialization import HEADER, VERSION
 from qsub.streaming import foreign, steps
-from qsub.streaming.select import Selection, float_linears, names_of_modules
+from qsub.streaming.select import Selection, float_linears, names_by_model, names_of_modules
 from qsub.streaming.source import DTYPES, FLOATS, Entry, Source
 from qsub.streaming.target import Step, appearing, write_file
 
@@ -158,7 +158,7 @@ def quantize(source: Source, target: Path, selection: Selection, modes: dict[str
     foreign.check_float(source)
     chosen = [entry for name, entry in selection.tensors.items() if name not in selection.reasons]
     if not chosen and source.quantized:
-        raise ValueError(f"{source.path}: its weights are int8 already, and there is none left to quantize")
+        raise ValueError(f"{source.path}: its weights are int8 already, and there is no other to quantize")
     if not chosen:
         raise ValueError(f"{source.path}: no tensor to quantize (by {selection.rule}); --dry-run tells why")
     plan = _Plan(source)
@@ -173,19 +173,28 @@ def quantize(source: Source, target: Path, selection: Selection, modes: dict[str
     config = source.config()
     if config is not None:
         config["quantization_config"] = quantization_config(modes, selection.floats)
+        if not config.get("dtype") and not config.get("torch_dtype"):
+            config["dtype"] = _first_dtype(source)  # transformers would take that of a scale
     return plan.write(target, config, progress)
+
+
+def _first_dtype(source: Source) -> str:
+    """The dtype that transformers load a float checkpoint in whose config.json names none."""
+    name = next((entry.dtype for entry in source.entries.values() if entry.dtype in FLOATS), "F32")
+    return str(DTYPES[name]).removeprefix("torch.")
 
 
 def dequantize(source: Source, target: Path, progress: Progress) -> int:
     """Write a checkpoint of plain float tensors, which any reader of safetensors reads.
 
-    Names that share a tensor get a copy each. Arguments, result and errors as `quantize`.
+    Names that share a tensor get a copy each, but for those that the model of a config.json ties itself. Arguments,
+    result and errors as `quantize`.
     """
     if not source.quantized:
         raise ValueError(f"{source.path}: no quantized tensor to dequantize")
     plan = _Plan(source)
     plain = source.plain()
-    for name in (*plain, *source.quantized, *source.shared):
+    for name in (*plain, *source.quantized, *_copied(source)):
         stored = source.shared.get(name, name)
         if stored in source.quantized:
             inner = source.inner(stored)
@@ -198,6 +207,11 @@ def dequantize(source: Source, target: Path, progress: Progress) -> int:
     return plan.write(target, config, progress)
 
 
+def _copied(source: Source) -> dict[str, str]:
+    """Names that share a tensor, to its name, of those that are to have one of their own in other formats."""
+    return {} if source.by_model_names else source.shared
+
+
 def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress: Progress) -> int:
     """Write the int8 layers of a bitsandbytes checkpoint as int8 weights of qsub, codes unchanged.
 
@@ -208,7 +222,7 @@ def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress:
         progress: as in `quantize`.
 
     Raises:
-        ValueError: it has no 8-bit layers, or damaged ones.
+        ValueError: it has no 8-bit layers, or damaged ones; or its names don't lead to those of the model.
         NotWritten: as `quantize`.
     """
     layers = {n.removesuffix("SCB") for n in source.entries if n == "SCB" or n.endswith(".SCB")}
@@ -219,6 +233,8 @@ def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress:
     plan = _Plan(source)
     plan.keep_quantized()
     shown = DTYPES[dtype or _config_dtype(config)]
+    names = names_by_model(source, [f"{prefix}weight" for prefix in sorted(layers)])
+    plan.by_model_names = names is not None
     taken: set[str] = set()
     for prefix in sorted(layers):
         others = [source.entries[f"{prefix}{k}"] for k in ("SCB", "weight_format") if f"{prefix}{k}" in source.entries]
@@ -226,12 +242,13 @@ def from_bitsandbytes(source: Source, target: Path, dtype: str | None, progress:
         if weight is None or weight.dtype != "I8" or len(weight.shape) != 2:
             got = "nothing" if weight is None else f"{weight.dtype} {weight.shape}"
             raise ValueError(f"{source.path}: {prefix}SCB comes with an int8 matrix {prefix}weight, got {got}")
-        step, fields = steps.from_bitsandbytes(weight, others, shown, modes)
-        plan.add_quantized(weight.name, weight.file, step, fields)
+        name = (names or {}).get(weight.name, weight.name)
+        step, fields = steps.from_bitsandbytes(weight, others, shown, modes, name)
+        plan.add_quantized(name, weight.file, step, fields)
         taken |= {weight.name, *(entry.name for entry in others)}
     for entry in source.plain().values():
         if entry.name not in taken:
-            plan.add(entry.file, steps.copy(entry))
+            plan.add(entry.file, steps.copy(entry, (names or {}).get(entry.name)))
     if config is not None:
         config["quantization_config"] = quantization_config(modes, names_of_modules(source, skip))
     return plan.write(target, config, progress)
@@ -264,7 +281,7 @@ def to_bitsandbytes(source: Source, target: Path, progress: Progress) -> int:
     for name, fields in source.quantized.items():
         inner = source.inner(name)
         plan.add(inner[0].file, steps.to_bitsandbytes(name, inner, fields))
-    for name in (*plain, *source.shared):
+    for name in (*plain, *_copied(source)):
         stored = source.shared.get(name, name)
         if stored in source.quantized:
             plan.add(

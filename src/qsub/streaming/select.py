@@ -149,6 +149,27 @@ def model_tensors(source: Source) -> Tensors:
     return dict(source.plain()) if model is None else by_model_names(source.plain(), model)[0]
 
 
+def names_by_model(source: Source, weights: list[str]) -> dict[str, str] | None:
+    """The model's names for the tensors of a checkpoint, some of which are quantized; None without a model.
+
+    Args:
+        source: the checkpoint.
+        weights: names of those that are quantized.
+
+    Raises:
+        ValueError: one of them can't go where transformers would have it.
+    """
+    model = _model(source)[0]
+    if model is None:
+        return None
+    for name in hf_names.converted(model, weights):
+        raise ValueError(
+            f"{source.path}: {name} is a tensor that transformers splits, joins or permutes, which int8 codes can't "
+            "follow. Quantize the float checkpoint: qsub quantize."
+        )
+    return hf_names.names_in_model(model, source.plain(), original=True)
+
+
 def float_linears(source: Source) -> list[str] | None:
     """The nn.Linear modules of the model that its checkpoint has in float, tied heads too; None without a model."""
     model = _model(source)[0]

@@ -68,7 +68,9 @@ def dequantize(name: str, inner: list[Entry], fields: Fields) -> Step:
     return Step((_output(name, dtype, codes.shape),), chunks, sum(entry.nbytes for entry in inner))
 
 
-def from_bitsandbytes(weight: Entry, others: list[Entry], dtype: torch.dtype, modes: Fields) -> tuple[Step, Fields]:
+def from_bitsandbytes(
+    weight: Entry, others: list[Entry], dtype: torch.dtype, modes: Fields, name: str
+) -> tuple[Step, Fields]:
     """An 8-bit layer of bitsandbytes as int8 codes and scales; also its fields for the header.
 
     Args:
@@ -76,6 +78,7 @@ def from_bitsandbytes(weight: Entry, others: list[Entry], dtype: torch.dtype, mo
         others: SCB and, where there is one, weight_format.
         dtype: float dtype that the weight shows.
         modes: activations and outlier_threshold of the result.
+        name: of the result.
 
     Raises:
         ValueError: the parts don't fit; when the step runs.
@@ -91,8 +94,8 @@ def from_bitsandbytes(weight: Entry, others: list[Entry], dtype: torch.dtype, mo
     scale = torch.empty(weight.shape[:1], dtype=torch.float16, device="meta")
     fields = describe(Int8RowwiseTensor(inner, scale, dtype, **modes))  # type: ignore[call-overload]
     outputs = (
-        _output(f"{weight.name}.int_data", torch.int8, weight.shape),
-        _output(f"{weight.name}.scale", torch.float16, weight.shape[:1]),
+        _output(f"{name}.int_data", torch.int8, weight.shape),
+        _output(f"{name}.scale", torch.float16, weight.shape[:1]),
     )
     return Step(outputs, chunks, weight.nbytes + sum(entry.nbytes for entry in others)), fields
 
