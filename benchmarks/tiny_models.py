@@ -69,22 +69,40 @@ def _shrunk(config: dict[str, Any], level: int) -> dict[str, Any]:
     """Level 1 makes all small, level 2 what doesn't tie widths to each other, level 3 layers and vocabularies alone."""
     result = {}
     for name, value in config.items():
-        if name in ("transformers_version", "model_type", "architectures", "out_features", "out_indices", "stage_names"):
+        if name in (
+            "transformers_version",
+            "model_type",
+            "architectures",
+            "out_features",
+            "out_indices",
+            "stage_names",
+        ):
             continue
         if name in _GIVEN and value is None:
             result[name] = _GIVEN[name]
             continue
         if isinstance(value, dict) and name.endswith("config") or name in ("encoder", "decoder", "generator"):
-            result[name] = _shrunk(value, level) | ({"model_type": value["model_type"]} if "model_type" in value else {})
+            result[name] = _shrunk(value, level) | (
+                {"model_type": value["model_type"]} if "model_type" in value else {}
+            )
         elif level < 3 or re.search(r"layers?$|vocab|experts$|depth$", name):
             result[name] = _small(name, value, level)
         else:
             result[name] = value
-    layers = next((result[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(result.get(k), int)), 0)
-    before = next((config[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(config.get(k), int)), 0)
+    layers = next(
+        (result[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(result.get(k), int)), 0
+    )
+    before = next(
+        (config[k] for k in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(config.get(k), int)), 0
+    )
     for name, value in list(result.items()):  # one entry a layer
         if layers and isinstance(value, list) and len(value) == before and before > layers:
             result[name] = _spread(value, layers)
+    for name, value in result.items():  # layers that are named by their numbers
+        if re.search(r"feature_layers?$|select_layers?$|deepstack\w*index\w*|block_index\w*", name) and isinstance(
+            value, list
+        ):
+            result[name] = [1, 0][: len(value)] if all(isinstance(v, int) for v in value) else value
     if isinstance(result.get("per_layer_config"), dict):
         result["per_layer_config"] = {k: v for k, v in result["per_layer_config"].items() if int(k) < layers}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"):

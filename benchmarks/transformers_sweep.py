@@ -55,7 +55,7 @@ def parts(value: Any) -> tuple[Any, ...]:
 
 
 def difference(state: dict[str, Any], expected: dict[str, Any]) -> str:
-    """ "equal", or the first name whose tensors differ in kind, dtype or a bit; NaN equals NaN."""
+    """The word "equal", or the first name whose tensors differ in kind, dtype or a bit; NaN equals NaN."""
     for name in expected:
         if name not in state:
             return f"{name} is missing"
@@ -208,7 +208,13 @@ def main() -> None:
             continue
         row = in_a_process(model_type, arguments.limit)
         rows.append({key: row.get(key, "") for key in columns})
-        print(harness.one_line({"model_type": model_type, **{k: row[k] for k in ROUTES if row.get(k) != "equal" and k in row}}), row.get("note", ""), flush=True)
+        print(
+            harness.one_line(
+                {"model_type": model_type, **{k: row[k] for k in ROUTES if row.get(k) != "equal" and k in row}}
+            ),
+            row.get("note", ""),
+            flush=True,
+        )
         harness.write_results(arguments.output, rows, {"qsub": qsub.__version__}, device="cpu")
     tried = [row for row in rows if not row["note"]]
     print(f"{len(tried)} model types, {len(rows) - len(tried)} more could not be made small")

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from hf_models import tiny_batch, tiny_llama
+from hf_models import tiny_llama
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, NomicBertConfig, NomicBertModel
@@ -252,7 +252,9 @@ def test_a_state_dict_that_does_not_fit(tmp_path, value):
 
 @pytest.fixture
 def saved(tmp_path):
-    qsub.quantize_(tiny_llama(), filter_fn=lambda name, _: name != "lm_head", activations="int8").save_pretrained(tmp_path)
+    qsub.quantize_(tiny_llama(), filter_fn=lambda name, _: name != "lm_head", activations="int8").save_pretrained(
+        tmp_path
+    )
     return tmp_path
 
 

@@ -166,6 +166,50 @@ def test_the_check_goes_with_the_model_and_away_with_dequantize():
     assert not qsub.dequantize_(outer)["inner"]._load_state_dict_pre_hooks
 
 
+class Parent(nn.Module):
+    """`first` and `late` are loaded before and after the part that is quantized; a buffer and a parameter of its own."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(3))
+        self.register_buffer("count", torch.zeros(1))
+        self.first = nn.Linear(8, 8)
+        self.part = part
+        self.late = nn.Linear(8, 8)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failed_load_of_what_holds_a_quantized_part_changes_nothing(depth, late):
+    """Quantized before or after it became a part, at any depth; loaded by state dicts or by torch's own helper."""
+    part = model()
+    outer = nn.ModuleList([part]) if depth == 2 else part
+    parent = Parent(outer) if late else Parent(qsub.quantize_(part) if depth < 2 else outer)
+    qsub.quantize_(part)
+    root = nn.ModuleDict({"a": nn.Linear(2, 2), "b": parent}) if depth else parent
+    before = {name: value.clone() for name, value in root.state_dict().items()}
+    state = {name: torch.as_tensor(value * 1.0) + 1 for name, value in root.state_dict().items()}
+    bad = next(name for name in state if name.endswith("2.weight"))
+    state[bad][0, 0] = torch.nan
+    for assign in (False, True):
+        given = {**state, bad: state[bad][:1]} if assign else state  # assigned, a NaN is a float weight as any other
+        with pytest.raises(RuntimeError, match=r"which is left as it was:\n\t.*2\.weight"):
+            root.load_state_dict(given, assign=assign)
+        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[n])) for n, v in root.state_dict().items())
+    state[bad][0, 0] = 1.0
+    assert not any(root.load_state_dict(state))
+    assert not torch.equal(root.state_dict()[next(iter(before))], before[next(iter(before))])
+
+
+def test_float_modules_load_as_ever_once_something_is_quantized():
+    qsub.quantize_(model())
+    module = model()
+    state = {**model(1).state_dict(), "2.weight": torch.zeros(1, 1)}
+    with pytest.raises(RuntimeError, match="size mismatch for 2.weight: copying a param"):
+        module.load_state_dict(state)
+    assert not module._load_state_dict_pre_hooks and torch.equal(module[0].weight, state["0.weight"])  # as torch does
+
+
 def test_state_dict_is_detached_and_keeps_ties():
     module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     module[1].weight = module[0].weight

@@ -2,9 +2,9 @@
 
 torch.nn.Module.load_state_dict copies entry by entry and raises at the end. quantize_ registers this check on the model
 it was given; dequantize_ removes it. A model that holds such a model, or one whose layers were quantized one by one,
-gets it when it is about to load: its hooks, and those of its parts, are called too late, when entries of the modules
-before have been copied, and nothing of a part leads to the model. So `Module.load_state_dict` is wrapped, once quantize_
-has been called. It also joins the two parts of an int8 weight, which a plain reader of safetensors
+gets it when it is about to load: the hooks of its parts are called too late, when entries of the modules before have
+been copied, and nothing of a part leads to the model. So `Module.load_state_dict` is wrapped, once quantize_ has been
+called. It also joins the two parts of an int8 weight, which a plain reader of safetensors
 takes from a file of `qsub.save_file` or save_pretrained (transformers' Trainer does, when it resumes). Keys that are
 missing or not expected are torch's to report, after the others are loaded: a hook is not told whether strict=True was
 asked for.

@@ -34,8 +34,8 @@ class QsubConfig(QuantizationConfigMixin):
         TypeError: `skip` is not a list of names.
     """
 
-    # Not in __dict__, which transformers write into config.json: the options that a caller named, and those of them that
-    # choose layers, once merged with the config of a folder.
+    # Not in __dict__, which transformers write into config.json: the options that a caller named, and those of them
+    # that choose layers, once merged with the config of a folder.
     __slots__ = ("asked", "given")
     given: frozenset[str]
     asked: dict[str, Any]

@@ -69,8 +69,8 @@ class Int8File:
     def _check_original_names(self, model: Any, names: list[str]) -> None:
         for name in hf_names.converted(model, names):
             raise ValueError(
-                f"{self.folder}: {name} has the name of the original checkpoint, whose tensors transformers splits, "
-                "joins or permutes, which int8 codes can't follow. An earlier qsub or another package wrote it: quantize "
+                f"{self.folder}: {name} has the name of the original checkpoint, whose tensors transformers "
+                "splits, joins or permutes, which int8 codes can't follow. An earlier qsub or another package wrote it: quantize "
                 "the float checkpoint."
             )
 
@@ -78,9 +78,10 @@ class Int8File:
         """transformers before `update_weight_conversions` change all names by the model's rules, or this raises."""
         if hasattr(HfQuantizer, "update_weight_conversions"):
             return
-        keys = [*(f"{weight}.int_data" for weight in self._weights), *self._floats]
-        changed = {key: name for key, name in hf_names.renamed(model, keys).items() if name != self.names.get(key, key)}
+        changed = hf_names.renamed(model, self._in_model)
         for key, name in changed.items():
+            if name == self._in_model[key]:
+                continue
             raise ValueError(
                 f"{self.folder}: transformers {transformers.__version__} would read {key} as {name}. Install 5.12 or "
                 "newer, which ask qsub for the names."
@@ -103,8 +104,8 @@ class Int8File:
         if wrong:
             named = " and ".join(f"{key}={value!r}" for key, value in config.asked.items())
             raise ValueError(
-                f"{self.folder} has int8 weights already, and {named} would choose others: {wrong[0]} ({len(wrong)} such "
-                "weights). Leave the option out, or quantize the float checkpoint with it."
+                f"{self.folder} has int8 weights already, and {named} would choose others: {wrong[0]} "
+                f"({len(wrong)} such weights). Leave the option out, or quantize the float checkpoint with it."
             )
 
 

@@ -214,14 +214,16 @@ def converted(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def renamed(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """What transformers make of the names in a file, by the rules of the model and their first patterns."""
+    """What transformers make of the names in a file by the rules of the model."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    return {key: rename_source_key(key, renamings, converters)[0] for key in keys}
+    known: dict[str, Any] = model.state_dict()
+    prefix = model.base_model_prefix
+    return {key: rename_source_key(key, renamings, converters, prefix, known)[0] for key in keys}
 
 
 # ---- Ties ----

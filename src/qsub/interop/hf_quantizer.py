@@ -192,7 +192,9 @@ class QsubHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         dequantize_(model)
-        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # save_pretrained leaves a name in the config
+        dtype = (
+            getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        )  # save_pretrained leaves a name in the config
         return model if dtype in (None, model.dtype) else nn.Module.to(model, dtype)
 
     def is_serializable(self) -> bool:

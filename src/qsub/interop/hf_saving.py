@@ -2,8 +2,8 @@
 
 transformers ask the quantizer of a model for the tensors to save, and drop the `state_dict` that the caller passed. A
 model whose layers were quantized one by one, or got int8 weights by load_state_dict(assign=True), has no quantizer at
-that time. So `PreTrainedModel.save_pretrained` is wrapped, once: a model without int8 weights goes to the original as it
-came, at the cost of a look at its parameters.
+that time. So `PreTrainedModel.save_pretrained` is wrapped, once: a model without int8 weights goes to the original as
+it came, at the cost of a look at its parameters.
 """
 
 import functools

@@ -2,7 +2,8 @@
 
 `qsub.interop.hf_names` says how each parameter comes from stored tensors. Most are one under another name; those that
 are rows of one, or rows of several one after the other, are read a few rows at a time as stored ones are. What is left
-(permutations, joins of columns) is computed by transformers' own code when it is asked for: one rule's tensors at a time.
+(permutations, joins of columns) is computed by transformers' own code when it is asked for: the tensors of one rule at
+a time.
 """
 
 import math

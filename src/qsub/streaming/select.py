@@ -1,9 +1,9 @@
 """Which tensors of a checkpoint are weights of Linear layers, and which of them to take.
 
 A Hugging Face folder is asked what `quantize_` would take: the model is built on the meta device from config.json, so
-that embeddings, tied heads, and matrices of other modules are known for what they are, and the tensors are taken by the
-model's names (`qsub.interop.hf_names`). Without a config.json, or without transformers, names and shapes decide: a float
-matrix called `*.weight` whose layer is not called an embedding.
+that embeddings, tied heads, and matrices of other modules are known for what they are, and the tensors are taken by
+the model's names (`qsub.interop.hf_names`). Without a config.json, or without transformers, names and shapes decide: a
+float matrix called `*.weight` whose layer is not called an embedding.
 """
 
 import re
