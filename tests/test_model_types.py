@@ -1,4 +1,4 @@
-"""A sample of benchmarks/transformers_sweep.py: model types of transformers through all routes of saving and loading."""
+"""A sample of benchmarks/transformers_sweep.py: model types of transformers through all routes of saving, loading."""
 
 import contextlib
 import csv
@@ -9,17 +9,17 @@ import warnings
 import pytest
 import torch
 
+import qsub
+from qsub.interop import hf_names
+from qsub.streaming import converted
+from qsub.streaming.source import open_source
+
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 with warnings.catch_warnings():  # of the packages that it imports
     warnings.simplefilter("ignore")
     import transformers_sweep as sweep
 del sys.path[0]
-
-import qsub
-from qsub.interop import hf_names
-from qsub.streaming import converted
-from qsub.streaming.source import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers say of small configs
 

@@ -167,7 +167,7 @@ def test_the_check_goes_with_the_model_and_away_with_dequantize():
 
 
 class Parent(nn.Module):
-    """`first` and `late` are loaded before and after the part that is quantized; a buffer and a parameter of its own."""
+    """`first` and `late` are loaded before and after the part that is quantized; it has tensors of its own, too."""
 
     def __init__(self, part):
         super().__init__()

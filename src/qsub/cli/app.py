@@ -24,7 +24,7 @@ Exit codes:
   1    a package is missing, stdout can't be written, or qsub itself failed
   2    wrong arguments
   3    SRC, or a file that belongs to it, is missing or can't be read
-  4    SRC is damaged, or holds nothing that the command can convert
+  4    SRC is damaged, or holds nothing that the command can convert (int8 already, or of another method)
   5    DST exists or can't be written (disk full, no permission)
   130  interrupted by Ctrl-C; 143 by SIGTERM
 

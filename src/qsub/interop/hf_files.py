@@ -69,9 +69,9 @@ class Int8File:
     def _check_original_names(self, model: Any, names: list[str]) -> None:
         for name in hf_names.converted(model, names):
             raise ValueError(
-                f"{self.folder}: {name} has the name of the original checkpoint, whose tensors transformers "
-                "splits, joins or permutes, which int8 codes can't follow. An earlier qsub or another package wrote it: quantize "
-                "the float checkpoint."
+                f"{self.folder}: {name} has the name of the original checkpoint, whose tensors transformers splits, "
+                "joins or permutes, which int8 codes can't follow. An earlier qsub or another package wrote it: "
+                "quantize the float checkpoint."
             )
 
     def _check_version(self, model: Any) -> None:
