@@ -84,3 +84,10 @@ def write_zeros(path, shapes):
 def left(folder: pathlib.Path):
     """Names in a folder."""
     return sorted(path.name for path in folder.iterdir())
+
+
+def fails(capsys, code, text, *arguments):
+    """The command line ends with this exit code, and one line on stderr that has the text."""
+    got, out, err = qsub(capsys, *arguments)
+    assert (got, out) == (code, "") and err.startswith("qsub: ") and err.count("\n") == 1
+    assert text in err, err

@@ -211,6 +211,15 @@ def test_weights_that_load_state_dict_assigned(tmp_path):
     assert_equal(load(tmp_path / "int8").state_dict(), model.state_dict())
 
 
+def test_layers_dequantized_one_by_one(tmp_path):
+    model = qsub.quantize_(tiny_llama())
+    for layer in (*model.model.layers, model.lm_head):
+        qsub.dequantize_(layer)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_equal(load(tmp_path).state_dict(), model.state_dict())
+
+
 # ---- state_dict= ----
 
 

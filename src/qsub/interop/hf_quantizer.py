@@ -1,5 +1,6 @@
 """What transformers calls to load, save and dequantize a model with int8 weights: see `qsub.interop.transformers`."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class _Read(ConversionOps):
     ) -> dict[str, Any]:
         """`input_dict` has the stored tensors by the ends of their names, see `stored`."""
         parts = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        dtype = model.get_parameter_or_buffer(full_layer_name).dtype
+        dtype = self.hf_quantizer.shown_dtype(full_layer_name)
         if list(parts) == ["weight"] and parts["weight"].is_floating_point():  # a float one beside bitsandbytes' layers
             return {"weight": parts["weight"].to(dtype)}
         if "SCB" in parts or "weight" in parts:
@@ -76,6 +77,7 @@ class QsubHfQuantizer(HfQuantizer):
         self.asked_about: set[str] = set()  # those, and the first of each rule that makes one of them
         self.shapes: dict[str, torch.Size] = {}  # of the parameters before loading
         self.model: Any = None  # while it loads
+        self.kept_in: dict[str, torch.dtype] = {}  # patterns of names, of parameters that keep a dtype of their own
         self.file: Int8File | None = None  # a checkpoint with int8 weights
         self.given: dict[str, Any] | None = None  # state_dict of the save_pretrained that runs
 
@@ -96,6 +98,8 @@ class QsubHfQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         config = self.options
         self.model = model
+        plan = getattr(model, "_get_dtype_plan", None)  # transformers 5.6 to 5.24 have it
+        self.kept_in = plan(kwargs.get("dtype") or model.dtype) if plan is not None else {}
         self.shapes = {name: param.shape for name, param in model.named_parameters()}
         files = [Path(file) for file in checkpoint_files or ()]
         if self.pre_quantized:
@@ -155,6 +159,13 @@ class QsubHfQuantizer(HfQuantizer):
         if name not in self.targets:
             return value.to(model.get_parameter_or_buffer(name).dtype)
         return self.parameter(Int8RowwiseTensor.from_float(value))
+
+    def shown_dtype(self, name: str) -> torch.dtype:
+        """The dtype that a weight is to show: of the parameter, or what the model keeps it in all the same (fp32)."""
+        for pattern, dtype in self.kept_in.items():
+            if re.search(pattern.replace("*", ".*"), name):
+                return dtype
+        return self.model.get_parameter_or_buffer(name).dtype
 
     def parameter(self, weight: Int8RowwiseTensor) -> nn.Parameter:
         """The parameter of an int8 weight, with the modes of the config."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qsub.interop import hf_names
-from qsub.interop.hf_quantizer import QsubHfQuantizer, attach
+from qsub.interop.hf_quantizer import QsubHfQuantizer, attach, detach
 from qsub.serialization import HEADER, flatten_state_dict, same_tensor
 from qsub.tensors import Int8RowwiseTensor
 from qsub.tensors.rowwise_parallel import local_part
@@ -32,7 +32,10 @@ def wrap_save_pretrained() -> None:
 
     @functools.wraps(original)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attach(self)
+        if any(isinstance(local_part(param), Int8RowwiseTensor) for param in self.parameters()):
+            attach(self)
+        else:
+            detach(self)  # the last of its layers was dequantized on its own
         quantizer = getattr(self, "hf_quantizer", None)
         if not isinstance(quantizer, QsubHfQuantizer):
             return original(self, *args, **kwargs)

@@ -2,7 +2,8 @@
 
 A float checkpoint is quantized tensor by tensor while it is read, so that memory holds the int8 model and one float
 tensor. What save_pretrained writes is the layout of `qsub.save_file` (`NAME.int_data` and `NAME.scale` for each int8
-weight) under the names of the model (`qsub.interop.hf_names`); the options are in config.json under `quantization_config`, with quant_method "qsub".
+weight) under the names of the model (`qsub.interop.hf_names`); the options are in config.json under
+`quantization_config`, with quant_method "qsub".
 
 `import qsub` registers this with transformers, whichever of the two is imported first (see `qsub.interop.hook`).
 """
