@@ -170,6 +170,7 @@ class QsubHfQuantizer(HfQuantizer):
     def parameter(self, weight: Int8RowwiseTensor) -> nn.Parameter:
         """The parameter of an int8 weight, with the modes of the config."""
         weight = weight.like(weight.int_data, weight.scale, **self.options.modes())
+        weight.keeps_requires_grad = self.options.trainable  # a later choice is the user's
         return nn.Parameter(weight, requires_grad=self.options.trainable)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
