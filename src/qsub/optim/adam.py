@@ -10,7 +10,7 @@ from qsub.optim import fused_cpu
 from qsub.optim import state_dict as states
 from qsub.optim.compiled import resolve_backend, untraced
 from qsub.optim.edits import take_edits
-from qsub.optim.hyper import HyperTensor
+from qsub.optim.hyper import HyperTensor, check_capture, is_capturing
 from qsub.optim.options import check_group, check_keys, check_options, check_param, check_rounding, checked_grad
 from qsub.optim.per_parameter import step_parameter
 from qsub.optim.sharding import local, local_grad
@@ -172,7 +172,7 @@ class Adam8bit(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = []
+        work, owner = [], type(self).__name__
         for index, group in enumerate(self.param_groups):
             check_group(group)
             params: list[Tensor] = group["params"]
@@ -180,12 +180,10 @@ class Adam8bit(torch.optim.Optimizer):
             if len(grads) < len(params):
                 params = [p for p in params if p.grad is not None]
             if {grad.layout for grad in grads} - {torch.strided}:
-                name = type(self).__name__
-                raise RuntimeError(f"{name} does not support sparse gradients, please consider SparseAdam instead")
+                raise RuntimeError(f"{owner} does not support sparse gradients, please consider SparseAdam instead")
             work.append((index, group, params, grads, self._plan_of(index, group, params, grads)))
         # What is edited is encoded before anything is stepped: what can't be leaves all parameters as they were.
-        edited = [(group, params) for _, group, params, _, plan in work if plan is None]
-        take_edits(self.state, edited, type(self).__name__)
+        take_edits(self.state, [(group, params) for _, group, params, _, plan in work if plan is None], owner)
         for index, group, params, grads, plan in work:
             if plan is not None:
                 self._step_again(plan, group, params, grads)
@@ -202,7 +200,7 @@ class Adam8bit(torch.optim.Optimizer):
 
     def _step_again(self, plan: Any, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         """Step by one launch that is planned; this is what most steps are."""
-        self._check_capture(group, plan.device)
+        check_capture(group, plan.device, type(self).__name__)
         if plan.sharded:
             grads = [local_grad(param, grad) for param, grad in zip(params, grads, strict=True)]
         hyper = self._refresh_hyper(plan.index, group, plan.device, by_kernel=True)
@@ -217,7 +215,7 @@ class Adam8bit(torch.optim.Optimizer):
         devices = list(dict.fromkeys(local(param).device for param, _ in pairs))
         for device in devices:
             here = [pair for pair in pairs if local(pair[0]).device == device]
-            self._check_capture(group, device)
+            check_capture(group, device, type(self).__name__)
             taken = []
             if resolve_backend(self.backend, device) == "triton":
                 from qsub.optim import one_launch  # needs Triton, which not every platform has
@@ -229,7 +227,7 @@ class Adam8bit(torch.optim.Optimizer):
                 here = [pair for pair in here if once.get(id(pair[0])) is not pair]
             if taken:
                 for param, _ in taken:
-                    self._init_state(group, param)
+                    states.init(self.state[param], group, param)
                 self._launches = self._launches or one_launch.OneLaunch()
                 params, grads = map(list, zip(*taken, strict=True))
                 plan = self._launches.plan((index, device), group, self.state, params, grads)
@@ -245,35 +243,11 @@ class Adam8bit(torch.optim.Optimizer):
         """Step what torch's fused kernel for the CPU takes; returns the others."""
         taken = [pair for pair in pairs if fused_cpu.takes(*pair, group)]
         if taken:
-            states_ = [self._init_state(group, param) for param, _ in taken]
+            states_ = [states.init(self.state[param], group, param) for param, _ in taken]
             params, grads = map(list, zip(*taken, strict=True))
             scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
             fused_cpu.step(group, params, grads, states_, *scaling)
         return [pair for pair in pairs if not fused_cpu.takes(*pair, group)]
-
-    @staticmethod
-    def _capturing(device: torch.device) -> bool:
-        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def _check_capture(self, group: dict[str, Any], device: torch.device) -> None:
-        if not group["capturable"] and self._capturing(device):
-            raise RuntimeError(
-                f"step() of {type(self).__name__} was captured in a CUDA graph with capturable=False. "
-                "Pass capturable=True."
-            )
-
-    def _init_state(self, group: dict[str, Any], param: Tensor) -> dict[str, Any]:
-        state = self.state[param]
-        if not states.is_started(state):
-            if local(param).device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "state can't be made while a CUDA graph is captured (each replay would reset it): take one step "
-                    "outside of the capture first"
-                )
-            state["step"] = torch.zeros((), dtype=torch.float32, device=states.step_device(param, group))
-            for key in states.moment_keys(group):
-                state[key] = states.zero_moment(param, group, key)
-        return state
 
     def _refresh_hyper(
         self, index: int, group: dict[str, Any], device: torch.device, by_kernel: bool = False
@@ -283,13 +257,13 @@ class Adam8bit(torch.optim.Optimizer):
             self._hyper[index, device] = HyperTensor(device)
         hyper = self._hyper[index, device]
         # torch.amp.GradScaler sets these two for an optimizer with `_step_supports_amp_scaling`
-        by_kernel = by_kernel and not self._capturing(device)
+        by_kernel = by_kernel and not is_capturing(device)
         hyper.refresh(group, getattr(self, "grad_scale", None), getattr(self, "found_inf", None), by_kernel)
         return hyper
 
     def _step_param(self, index: int, group: dict[str, Any], param: Tensor, grad: Tensor) -> None:
         """One parameter with backend "eager" or "compile"."""
-        state = self._init_state(group, param)
+        state = states.init(self.state[param], group, param)
         found_inf = getattr(self, "found_inf", None)
         count = state["step"]
         count += 1 if found_inf is None else 1 - found_inf.to(count.device).reshape(())
@@ -312,12 +286,11 @@ class Adam8bit(torch.optim.Optimizer):
         ask for (the options of a qsub state dict are restored first, as torch.optim does with its own).
 
         Warns:
-            UserWarning: the form of state that was asked for (state_bits, block_size, state_code, min_8bit_size,
-                stochastic_round) is not that of the state dict, and the latter is restored.
+            UserWarning: the state dict restores another form of state (state_bits, block_size, state_code,
+                min_8bit_size, stochastic_round) than was asked for.
 
         Raises:
-            ValueError: shapes, keys or group sizes differ, or the state is another optimizer's. The optimizer is left
-                as it was.
+            ValueError: shapes, keys or group sizes differ, or it is another optimizer's; all is left as it was.
         """
         states.load(self, state_dict, super().load_state_dict)
 

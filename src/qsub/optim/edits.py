@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.optim.hyper import is_capturing
 from qsub.optim.sharding import as_dtensor, check_flattened, local, rows_per_block
 from qsub.optim.state_dict import check_form, code_of, coded, is_started, moment_keys, moment_of, step_device
 from qsub.tensors.blockwise import Blockwise8bitTensor
@@ -65,7 +66,7 @@ def _in_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dic
     counted = _is_count(state["step"])
     if counted and not loose:
         return {}
-    if local(param).device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(local(param).device):
         raise RuntimeError(f"{where} was edited: take one step outside of the capture of a CUDA graph first")
     values = {} if counted else {"step": _count(state["step"], where, step_device(param, group))}
     moments = {key: _whole(param, state[key]) for key in moment_keys(group)}

@@ -17,6 +17,24 @@ def upload(target: Tensor, values: Tensor) -> None:
     target.copy_(values, non_blocking=True)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of `device`."""
+    if device.type != "cuda":
+        return False
+    if device.index is None or device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def check_capture(group: dict[str, Any], device: torch.device, owner: str) -> None:
+    """RuntimeError where a step of a group that isn't capturable is captured."""
+    if not group["capturable"] and is_capturing(device):
+        raise RuntimeError(
+            f"step() of {owner} was captured in a CUDA graph with capturable=False. Pass capturable=True."
+        )
+
+
 def _on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
@@ -109,7 +127,7 @@ class HyperTensor:
             self._changed = known
             return
         self._values = values
-        if self.tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self.tensor.device):
             # A graph would copy from pinned memory again at each replay; a fill keeps its value by itself.
             for place, value in enumerate(values):
                 if value is not None and (before is None or before[place] != value):

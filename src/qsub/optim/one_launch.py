@@ -14,7 +14,7 @@ from torch import Tensor
 from qsub.kernel_launch import cdiv, launch
 from qsub.optim.adam_kernel import adam_kernel
 from qsub.optim.edits import has_form
-from qsub.optim.hyper import HyperTensor, upload
+from qsub.optim.hyper import HyperTensor, is_capturing, upload
 from qsub.optim.plan import PROGRAMS, Plan, takes
 from qsub.optim.requantize_kernel import requantize
 from qsub.optim.scalars_kernel import prepare_kernel
@@ -41,10 +41,6 @@ def check_device(device: torch.device) -> None:
             f"backend='triton' needs CUDA parameters, got one on {device}. Leave backend None, or set "
             "TRITON_INTERPRET=1 before qsub is imported to run the kernel in Triton's interpreter."
         )
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class OneLaunch:
@@ -109,7 +105,7 @@ class OneLaunch:
         dtypes: list[torch.dtype],
     ) -> Plan:
         index, device = key
-        if _capturing(device):
+        if is_capturing(device):
             raise RuntimeError(
                 "the tables of this step must exist before a CUDA graph is captured: take at least one step with the "
                 "same parameters, gradients and state outside of the capture first"
@@ -152,7 +148,7 @@ class OneLaunch:
     def _waves(plan: Plan, params: list[Tensor]) -> list[slice]:
         """Ranges of parameters of a launch each: all of them, unless copies of them would take much memory."""
         staged = {plan.ids[slot] for slot in plan.staged}
-        if not staged or _capturing(plan.device):
+        if not staged or is_capturing(plan.device):
             return [slice(0, len(params))]
         waves, start, elements = [], 0, 0
         for place, param in enumerate(params):
@@ -176,7 +172,7 @@ class OneLaunch:
         values = _values(plan, params)
         pointers = _pointers(plan, params, grads, values)
         table = plan.pointers
-        if pointers != plan.uploaded or _capturing(plan.device):
+        if pointers != plan.uploaded or is_capturing(plan.device):
             if not all(pointers[1::2]) and any(map(Tensor._is_zerotensor, grads)):  # zeros that are not in memory
                 grads = [grad.clone() if grad._is_zerotensor() else grad for grad in grads]
                 pointers = _pointers(plan, params, grads, values)
@@ -212,7 +208,7 @@ class OneLaunch:
 
     def _upload(self, plan: Plan, pointers: list[int], hyper: HyperTensor) -> Tensor:
         values = torch.tensor(pointers, dtype=torch.int64, device="cpu").view(-1, 2)
-        if not _capturing(plan.device):
+        if not is_capturing(plan.device):
             upload(plan.pointers, values)
             plan.uploaded = pointers
             return plan.pointers

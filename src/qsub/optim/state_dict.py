@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsub.optim.hyper import is_capturing
 from qsub.optim.options import QSUB_OPTIONS, check_group
 from qsub.optim.sharding import as_dtensor, local, part_of, raise_together, rows_per_block
 from qsub.tensors.blockwise import Blockwise8bitTensor
@@ -63,6 +64,24 @@ def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
         size, rows = group["block_size"], rows_per_block(param, group["block_size"])
         return Blockwise8bitTensor.zeros(part.shape, size, code_of(group, key), part.device, rows)
     return torch.zeros(part.shape, dtype=torch.float32, device=part.device)
+
+
+def init(state: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """The state of a parameter, made if there was no step yet.
+
+    Raises:
+        RuntimeError: it isn't there, and a CUDA graph is being captured.
+    """
+    if not is_started(state):
+        if is_capturing(local(param).device):
+            raise RuntimeError(
+                "state can't be made while a CUDA graph is captured (each replay would reset it): take one step "
+                "outside of the capture first"
+            )
+        state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(param, group))
+        for key in moment_keys(group):
+            state[key] = zero_moment(param, group, key)
+    return state
 
 
 def coded(param: Tensor, group: dict[str, Any], key: str) -> bool:
