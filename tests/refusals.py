@@ -35,8 +35,9 @@ writes this page, and a test compares the two.
 
 In the code `weight` is an `Int8RowwiseTensor` of shape (6, 10), `x` a float tensor (3, 10), `layer` an int8
 `nn.Linear(10, 6)`, `model` an `nn.Sequential` of two `nn.Linear`, float where nothing else is said, and `opt` an
-`AdamW8bit` that has taken a step. `llama` is a float model of transformers, which is in the folder "llama", too;
-"llama-int8" is the same with int8 weights, and `load` is `AutoModelForCausalLM.from_pretrained`.
+`AdamW8bit` that has taken a step, with the `state` of a parameter of shape (64, 128). `llama` is a float model of
+transformers, which is in the folder "llama", too; "llama-int8" is the same with int8 weights, and `load` is
+`AutoModelForCausalLM.from_pretrained`.
 """
 
 
@@ -53,6 +54,8 @@ class Case(NamedTuple):
     code: str
     before: str = ""
 
+
+STATE = "state = opt.state[opt.param_groups[0]['params'][0]]"  # of a parameter of shape (64, 128)
 
 CASES: dict[str, list[Case]] = {
     "quantize_": [
@@ -85,7 +88,16 @@ CASES: dict[str, list[Case]] = {
         Case("`.data` of another dtype", "layer.weight.data = layer.weight.data.to(torch.bfloat16)"),
         Case("`.data` of another shape", "layer.weight.data = torch.ones(12, 10)"),
         Case("NumPy", "weight.numpy()"),
+        Case("DLPack", "torch.from_dlpack(weight)"),
         Case("The storage", "weight.storage()"),
+        Case("The storage of others", "weight.untyped_storage()"),
+        Case("Memory of another tensor", "weight.set_(torch.ones(6, 10))"),
+        Case("Another size in place", "weight.resize_(3, 10)"),
+        Case("A Python function on each element", "weight.apply_(abs)"),
+        Case("torch.jit.trace", "torch.jit.trace(layer, x)"),
+        Case("torch.jit.script", "torch.jit.script(layer)"),
+        Case("orthogonal", "nn.utils.parametrizations.orthogonal(layer)"),
+        Case("A float8 dtype", "weight.to(torch.float8_e4m3fn)"),
         Case("Quantizing twice", "qsub.Int8RowwiseTensor.from_float(weight)"),
         Case("Codes of another dtype", "qsub.Int8RowwiseTensor(torch.ones(6, 10), torch.ones(6))"),
     ],
@@ -140,7 +152,13 @@ CASES: dict[str, list[Case]] = {
             "model = qsub.quantize_(nn.Sequential(nn.Linear(4, 4, bias=False)))",
         ),
         Case("Another block size in the middle", 'opt.param_groups[0]["block_size"] = 128\nopt.step()'),
-        Case("Another number of bits in the middle", 'opt.param_groups[0]["state_bits"] = 32\nopt.step()'),
+        Case("An option that is misspelt", 'qsub.optim.AdamW8bit([{"params": [x], "blocksize": 128}])'),
+        Case("A learning rate that becomes text", 'opt.param_groups[0]["lr"] = "1e-3"\nopt.step()'),
+        Case(
+            "fp16 parameters rounded stochastically",
+            "qsub.optim.AdamW8bit(layer.half().parameters(), stochastic_round=True)",
+            "layer = nn.Linear(10, 6)",
+        ),
         Case(
             "State of another optimizer",
             "opt.load_state_dict(sgd.state_dict())",
@@ -150,6 +168,16 @@ CASES: dict[str, list[Case]] = {
             "State of other shapes",
             "opt.load_state_dict(other.state_dict())",
             "other = stepped(96)",
+        ),
+        Case("State cut without its parameter", 'state["exp_avg"] = state["exp_avg"][:32]\nopt.step()', STATE),
+        Case("State of integers", 'state["exp_avg"] = torch.zeros(64, 128, dtype=torch.int64)\nopt.step()', STATE),
+        Case("State that is broken", 'state["exp_avg_sq"] = torch.full((64, 128), math.nan)\nopt.step()', STATE),
+        Case("Columns of state as a view", 'state["exp_avg"][:, 3]', STATE),
+        Case("The memory of state", 'state["exp_avg"].numpy()', STATE),
+        Case(
+            "FullyShardedDataParallel (FSDP1)",
+            "opt.step()",
+            "param = opt.param_groups[0]['params'][0]; param._fsdp_flattened = True",
         ),
     ],
     "transformers and PEFT": [
@@ -175,6 +203,20 @@ CASES: dict[str, list[Case]] = {
             "prepare_model_for_kbit_training of 16-bit weights",
             "peft.prepare_model_for_kbit_training(qsub.quantize_(llama.to(torch.bfloat16)))",
         ),
+        Case(
+            "The names of the original checkpoint",
+            'llama.save_pretrained("names", save_original_format=True)',
+            "qsub.quantize_(llama)",
+        ),
+        Case(
+            "A state_dict that doesn't fit",
+            'llama.save_pretrained("other", state_dict={"lm_head.weight": torch.ones(3)})',
+            "qsub.quantize_(llama)",
+        ),
+        Case(
+            "Layers chosen anew for an int8 folder",
+            'load("llama-int8", quantization_config=qsub.QsubConfig(skip=["lm_head"]))',
+        ),
         Case("Merging what is no PeftModel", "qsub.interop.peft.merge_and_unload(layer)", "import qsub.interop.peft"),
     ],
     "Command line": [
@@ -184,7 +226,15 @@ CASES: dict[str, list[Case]] = {
         Case("A pattern fits nothing", 'qsub quantize llama llama-8 --only "*.w3"'),
         Case("Nothing is left to quantize", 'qsub quantize llama llama-8 --skip "*"'),
         Case("Nothing to dequantize", "qsub dequantize llama llama-float"),
-        Case("Other options for an int8 folder", "qsub quantize llama-int8 llama-8 --activations int8"),
+        Case("A folder that is int8 already", "qsub quantize llama-int8 llama-8"),
+        Case(
+            "A folder of another method",
+            "qsub quantize llama-fp8 llama-8",
+            'import json, shutil; shutil.copytree("llama", "llama-fp8", dirs_exist_ok=True); '
+            'config = json.loads(pathlib.Path("llama-fp8/config.json").read_text()); '
+            'config["quantization_config"] = {"quant_method": "fp8"}; '
+            'pathlib.Path("llama-fp8/config.json").write_text(json.dumps(config))',
+        ),
     ],
 }
 
@@ -228,7 +278,7 @@ def namespace() -> dict[str, Any]:
 def message(case: Case) -> str:
     """What the case raises, as "Type: text"; AssertionError if nothing."""
     if case.code.startswith("qsub "):
-        return _message_of_command(case.code)
+        return _message_of_command(case.code, case.before)
     names = namespace()
     exec(case.before, names)
     try:
@@ -240,8 +290,8 @@ def message(case: Case) -> str:
     raise AssertionError(f"{case.what}: {case.code!r} raises nothing")
 
 
-def _message_of_command(line: str) -> str:
-    namespace()
+def _message_of_command(line: str, before: str) -> str:
+    exec(before, namespace())
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
         code = run(shlex.split(line)[1:])

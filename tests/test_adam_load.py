@@ -210,9 +210,9 @@ state of parameter 1 lacks ['exp_avg_sq']: not a state of Adam or AdamW; it has 
 state of parameter 1 lacks ['step']: not a state of Adam or AdamW; it has ['exp_avg', 'exp_avg_sq']
 state of parameter 1, exp_avg: expected a float tensor or a Blockwise8bitTensor, got torch.uint8
 state of parameter 1, exp_avg: expected a float tensor or a Blockwise8bitTensor, got NoneType
-state of parameter 1, exp_avg: cannot encode NaN, Inf or magnitudes over 1e38 in 8-bit state; load that of a healthy run
+state of parameter 1, exp_avg: cannot encode NaN, Inf or magnitudes over 1e38 in 8-bit state: repair the floats (.dequantize()), or load a healthy run
 state of parameter 1, exp_avg_sq: a second moment must not be negative
-loaded state dict has a different number of parameter groups""",
+loaded state dict has a different number of parameter groups""",  # noqa: E501
     )
     sgd = torch.optim.SGD(new_params(), momentum=0.9)
     train(sgd, sgd.param_groups[0]["params"], 0, 1)

@@ -187,8 +187,6 @@ def test_parametrizations():
     expected = F.linear(X.float(), m[0].weight.dequantize() * 2, m[0].bias)
     nn.utils.parametrize.register_parametrization(m[0], "weight", Double())
     torch.testing.assert_close(m[0](X.float()), expected)
-    with pytest.raises(NotImplementedError, match="dequantize"):
-        nn.utils.parametrizations.weight_norm(m[2])(torch.zeros(1, 8))
 
 
 def test_init_functions():

@@ -151,7 +151,8 @@ class Blockwise8bitTensor(NoMemory, Tensor):
         on_meta = value.device.type == "meta"
         if not on_meta and not bool((value.abs() <= 1e38).all()):
             raise ValueError(
-                "cannot encode NaN, Inf or magnitudes over 1e38 in 8-bit state; load that of a healthy run"
+                "cannot encode NaN, Inf or magnitudes over 1e38 in 8-bit state: repair the floats (.dequantize()), or "
+                "load a healthy run"
             )
         if code.endswith("_unsigned") and not on_meta and bool((value < 0).any()):
             raise ValueError("a second moment must not be negative")

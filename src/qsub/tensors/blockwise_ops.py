@@ -65,13 +65,4 @@ def _set_data(x: Blockwise8bitTensor, value: Tensor) -> None:
     x.copy_(value)
 
 
-def _no_pointer(x: Blockwise8bitTensor, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        "a Blockwise8bitTensor has no memory of its own: use .codes and .scale, or call .dequantize() first"
-    )
-
-
 Blockwise8bitTensor.data = property(Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
-Blockwise8bitTensor.numpy = Blockwise8bitTensor.__array__ = _no_pointer  # type: ignore[method-assign]
-Blockwise8bitTensor.__dlpack__ = _no_pointer  # type: ignore[method-assign]
-Blockwise8bitTensor.tolist = lambda x: x.dequantize().tolist()  # type: ignore[method-assign]
