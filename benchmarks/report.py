@@ -226,6 +226,23 @@ TABLES = {
         {"optimizer": "ms a step", "one-2048 fp32": "one 2048 x 2048, fp32", "tiny fp32": "40 small tensors, fp32"},
         reshape=_then(_joined("case", "set", "dtype"), pivot("optimizer", "case", step_ms=".2f")),
     ),
+    "narrow-rows": Table(
+        "optim_step_narrow.csv",
+        {
+            "set": "ms a step, 48M parameters on a GPU",
+            **{
+                f"{name} {dtype}": f"{name}, {dtype}"
+                for dtype in ("fp32", "bf16")
+                for name in ("torch fused", "qsub triton")
+            },
+        },
+        reshape=_then(_joined("case", "optimizer", "dtype"), pivot("set", "case", step_ms=".2f")),
+    ),
+    "narrow-rows-cpu": Table(
+        "optim_step_narrow_cpu.csv",
+        {"set": "ms a step, the same on a CPU", "torch fused": "torch fused", "qsub compile": "qsub compile"},
+        reshape=pivot("set", "optimizer", step_ms=".0f"),
+    ),
     "optimizer-memory": Table(
         "optim_step.csv",
         {"optimizer": "peak memory, GiB", **{name: name for name in _SETS[:4]}},
