@@ -13,7 +13,16 @@ from torch import Tensor
 
 from qsub.optim.hyper import is_capturing
 from qsub.optim.sharding import as_dtensor, check_flattened, local, rows_per_block
-from qsub.optim.state_dict import check_form, code_of, coded, is_started, moment_keys, moment_of, step_device
+from qsub.optim.state_dict import (
+    check_form,
+    code_of,
+    is_8bit,
+    is_coded,
+    is_started,
+    moment_keys,
+    moment_of,
+    step_device,
+)
 from qsub.tensors.blockwise import Blockwise8bitTensor
 from qsub.tensors.dispatch import is_dtensor
 from qsub.tensors.rowwise import Int8RowwiseTensor
@@ -40,7 +49,7 @@ def take_edits(
             check_flattened(param, group, owner)  # on a rank that holds nothing of it, without a gradient, too
         for param in params:
             state = all_states.get(param)
-            if state is not None and is_started(state):
+            if state and not has_form(param, group, state) and is_started(state):
                 check_form(param, group, state)
                 found.append((state, _in_form(param, group, state)))
     for state, values in found:
@@ -49,10 +58,10 @@ def take_edits(
 
 def has_form(param: Tensor, group: dict[str, Any], state: dict[str, Any] | None) -> bool:
     """Whether `state` is one of this parameter, in the form that a step takes."""
-    keys = moment_keys(group)
-    if state is None or any(key not in state for key in ("step", *keys)) or not _is_count(state["step"]):
+    if state is None or not _is_count(state.get("step")):
         return False
-    return all(isinstance(state[key], Tensor) and _fits(param, group, key, state[key]) for key in keys)
+    form = _form(param, group)
+    return all(_fits(group, key, state.get(key), *form) for key in moment_keys(group))
 
 
 def _is_count(step: Any) -> bool:
@@ -62,7 +71,8 @@ def _is_count(step: Any) -> bool:
 def _in_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """What must take the place of entries of a state."""
     where = f"state of a parameter of shape {tuple(param.shape)} on {param.device}"
-    loose = [key for key in moment_keys(group) if not _fits(param, group, key, state[key])]
+    form = _form(param, group)
+    loose = [key for key in moment_keys(group) if not _fits(group, key, state[key], *form)]
     counted = _is_count(state["step"])
     if counted and not loose:
         return {}
@@ -80,17 +90,23 @@ def _in_form(param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dic
     return values
 
 
-def _fits(param: Tensor, group: dict[str, Any], key: str, moment: Any) -> bool:
-    part = local(param)
-    if is_dtensor(moment) or moment.shape != part.shape or moment.device != part.device or moment.requires_grad:
+def _form(param: Tensor, group: dict[str, Any]) -> tuple[Tensor, bool, int]:
+    """What all moments of a parameter have in common: its local part, 8 bits or not, rows that share a block."""
+    eight = is_8bit(param, group)
+    return local(param), eight, rows_per_block(param, group["block_size"]) if eight else 1
+
+
+def _fits(group: dict[str, Any], key: str, moment: Any, part: Tensor, eight: bool, rows: int) -> bool:
+    if not isinstance(moment, Tensor) or moment.shape != part.shape or moment.device != part.device:
         return False
-    if not coded(param, group, key):
-        plain = not isinstance(moment, (Blockwise8bitTensor, Int8RowwiseTensor))
-        return plain and moment.dtype == torch.float32 and moment.is_contiguous()
-    if not isinstance(moment, Blockwise8bitTensor):
+    inner = isinstance(moment, (Blockwise8bitTensor, Int8RowwiseTensor)) or is_dtensor(moment)
+    if not inner:
+        plain = moment.dtype == torch.float32 and moment.is_contiguous() and not moment.requires_grad
+        return plain and not (eight and is_coded(group, key))
+    if not isinstance(moment, Blockwise8bitTensor) or not (eight and is_coded(group, key)):
         return False
     same = moment.code == code_of(group, key) and moment.block_size == group["block_size"]
-    same = same and moment.rows_per_block == rows_per_block(param, moment.block_size)
+    same = same and moment.rows_per_block == rows
     return same and moment.codes.is_contiguous() and moment.scale.is_contiguous()
 
 

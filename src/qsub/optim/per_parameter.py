@@ -47,14 +47,16 @@ def step_parameter(
     stochastic = group["stochastic_round"] and value.dtype == torch.bfloat16
     scalars = (step, hyper.tensor, hyper.seed)
     first = first_block(param, block_size, rows)
-    for piece in pieces(*row_shape(part.shape, rows), part.numel(), block_size):
-        elements, here = slice(piece.start, piece.end), slice(piece.block, piece.block + piece.blocks)
-        staged = [Staged(values[elements], piece.length, block_size) for values in flat]
+    count = part.numel()
+    for piece in pieces(*row_shape(part.shape, rows), count, block_size):
+        here = slice(piece.block, piece.block + piece.blocks)
+        cut = [x if piece.end - piece.start == count else x[piece.start : piece.end] for x in (*flat, flat_grad)]
+        *staged, grad_staged = [Staged(x, piece.length, block_size) for x in cut]
         pairs: list[Any] = [
             entry.blocks if scale is None else (entry.blocks, scale[here])
             for entry, scale in zip(staged[1:], scales, strict=True)
         ]
-        grad_blocks = Staged(flat_grad[elements], piece.length, block_size).blocks
+        grad_blocks = grad_staged.blocks
         tensors = (staged[0].blocks, grad_blocks, *pairs, *([None] * (3 - len(pairs))))
         run_step(
             backend, tensors, scalars, first + piece.block, group["decoupled_weight_decay"], stochastic,

@@ -60,7 +60,7 @@ def step_device(param: Tensor, group: dict[str, Any]) -> torch.device:
 def zero_moment(param: Tensor, group: dict[str, Any], key: str) -> Tensor:
     """The moment of a parameter, of what this rank holds of it, before its first step."""
     part = local(param)
-    if coded(param, group, key):
+    if is_8bit(param, group) and is_coded(group, key):
         size, rows = group["block_size"], rows_per_block(param, group["block_size"])
         return Blockwise8bitTensor.zeros(part.shape, size, code_of(group, key), part.device, rows)
     return torch.zeros(part.shape, dtype=torch.float32, device=part.device)
@@ -84,14 +84,13 @@ def init(state: dict[str, Any], group: dict[str, Any], param: Tensor) -> dict[st
     return state
 
 
-def coded(param: Tensor, group: dict[str, Any], key: str) -> bool:
-    """Whether the moment `key` of `param` is kept in 8 bits.
+def is_coded(group: dict[str, Any], key: str) -> bool:
+    """Whether the moment `key` has 8 bits where the state of a parameter has.
 
     With amsgrad exp_avg_sq is fp32 in the default code, which rounds it stochastically: the maximum would keep the
     upward errors of all steps (docs/optimizers.md).
     """
-    noisy = group["amsgrad"] and group["state_code"] == "block_float8"
-    return is_8bit(param, group) and not (noisy and key == "exp_avg_sq")
+    return key != "exp_avg_sq" or not group["amsgrad"] or group["state_code"] != "block_float8"
 
 
 def is_started(state: dict[str, Any] | None) -> bool:
@@ -129,7 +128,7 @@ def _check_moment(param: Tensor, group: dict[str, Any], key: str, moment: Any, w
             "of state are indexed and concatenated as those of a tensor), remove the state "
             "(optimizer.state.pop(param)) to start anew, or make a new optimizer."
         )
-    if not isinstance(moment, Blockwise8bitTensor) or not coded(param, group, key):
+    if not isinstance(moment, Blockwise8bitTensor) or not (is_8bit(param, group) and is_coded(group, key)):
         return
     if moment.block_size != group["block_size"]:
         raise ValueError(
