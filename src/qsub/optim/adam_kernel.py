@@ -5,7 +5,7 @@ works on BLOCKS blocks of one parameter, or on as many elements where the state 
 Kind of a chunk: `layout * 9 + dtype of parameter * 3 + dtype of gradient`. A launch compiles those it has (KINDS).
 """
 
-# What Triton's functions take and return is the compiler's matter, not that of a type checker.
+# Triton's types are not Python's.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 
@@ -37,8 +37,8 @@ FLOAT = tl.constexpr(4)  # fp32 state, aligned
 FLOAT_RAGGED = tl.constexpr(5)  # fp32 state, any length and address
 N_KINDS = tl.constexpr(6 * 9)
 
-# Columns of the table, int64. Moments are exp_avg, exp_avg_sq, max_exp_avg_sq.
-MOMENT = tl.constexpr(0)  # 3 addresses: codes, or fp32 values
+# Columns of the table, int64.
+MOMENT = tl.constexpr(0)  # 3 addresses, of exp_avg, exp_avg_sq, max_exp_avg_sq: codes, or fp32 values
 SCALE = tl.constexpr(3)  # 3 addresses
 LENGTH = tl.constexpr(6)  # elements per row; of the whole parameter in the layouts that have no rows
 ROW_BLOCKS = tl.constexpr(7)  # blocks per row
@@ -136,8 +136,7 @@ def _step_8bit(
         largest_ptr = load_pointer(row + (MOMENT + 2), tl.uint8, ALIGNED)
     if LAYOUT == RAGGED:
         count = tl.load(row + COUNT)
-    number = tl.arange(0, BLOCKS)
-    lane = tl.arange(0, BLOCK_SIZE)[None, :]
+    number, lane = tl.arange(0, BLOCKS), tl.arange(0, BLOCK_SIZE)[None, :]
     start = chunk.to(tl.int64) * BLOCKS  # block
     exists = number < (block_count - start).to(tl.int32)
     # Elements are counted from the first one here, in 32 bits.
@@ -289,7 +288,11 @@ def _step_kind(
         # Where accesses are narrow, a thread works on many blocks: all at a time would not fit into its registers.
         WANTED: tl.constexpr = 1 if LAYOUT <= ROWS else (2 if LAYOUT == QUADS else 8)
         PARTS: tl.constexpr = WANTED if BLOCKS > WANTED else BLOCKS
-        for part in range(PARTS):
+        parts = PARTS
+        if PARTS > 1:  # the last chunk has fewer blocks
+            left = tl.load(row + BLOCK_COUNT) - chunk.to(tl.int64) * BLOCKS
+            parts = tl.minimum(tl.cdiv(left.to(tl.int32), BLOCKS // PARTS), PARTS)
+        for part in range(parts):
             _step_8bit(
                 addresses, row, chunk * PARTS + part, scalars, PARAM, GRAD, LAYOUT, BLOCK_SIZE, BLOCKS // PARTS,
                 DECOUPLED, AMSGRAD, STOCHASTIC, SMALL_EPS,
