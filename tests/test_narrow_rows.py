@@ -8,7 +8,7 @@ import torch
 from adam_runs import assert_same, round_trip
 from torch import nn
 
-from qsub import Blockwise8bitTensor
+from qsub import Blockwise8bitTensor, load_file, save_file
 from qsub.optim import AdamW8bit
 from qsub.tensors.blocks import fitting_rows
 
@@ -193,6 +193,15 @@ def test_a_checkpoint_with_a_scale_for_each_row_loads(shape):
     run(shape, range(3, 5), twin, resumed)
     assert torch.equal(param, twin)
     assert_same(optimizer.state_dict(), resumed.state_dict())
+
+
+def test_safetensors_files_keep_the_blocks(tmp_path):
+    param, optimizer = run((1601, 3), range(3))
+    state = {key: optimizer.state[param][key] for key in MOMENTS}
+    save_file(state, tmp_path / "state.safetensors")
+    loaded = load_file(tmp_path / "state.safetensors")
+    assert all(value.rows_per_block == 16 for value in loaded.values())
+    assert_same(dict(sorted(loaded.items())), state)
 
 
 def test_rows_that_do_not_fit_into_a_block_are_refused():

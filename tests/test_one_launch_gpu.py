@@ -116,8 +116,7 @@ def test_capture_without_a_step_before_is_refused():
             optimizer.step()
 
 
-@pytest.mark.parametrize("fused", [None, True])
-@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize(("backend", "fused"), [("triton", None), ("triton", True), ("eager", None)])
 def test_grad_scaler(backend, fused):
     """torch.amp.GradScaler skips the overflowing step, with fused=True without a sync, and halves its scale."""
     model = torch.nn.Linear(64, 64, device="cuda")
