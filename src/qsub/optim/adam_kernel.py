@@ -24,11 +24,11 @@ from qsub.optim.codes_kernel import (
     store_param,
     store_scale,
 )
-from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, load_pointer, load_scalars
+from qsub.optim.scalars_kernel import ACTIVE, N_SCALARS, PARTS_OF_RAGGED, load_pointer, load_scalars
 from qsub.optim.step import LEAST_ROOT
 
 # Layouts. "Aligned": every address is a multiple of 16 bytes and every row length one of 16 elements, so that loads and
-# stores are 16 bytes wide. The last chunk of a parameter has a layout of its own where it isn't.
+# stores are 16 bytes wide. The last chunk has a layout of its own where it isn't.
 FLAT = tl.constexpr(0)  # 8-bit state, aligned, blocks follow each other without gaps
 ROWS = tl.constexpr(1)  # 8-bit state, aligned, the last block of a row is short
 QUADS = tl.constexpr(2)  # 8-bit state, every address a multiple of 16 bytes, every row length one of 4 elements
@@ -286,7 +286,7 @@ def _step_kind(
         )
     else:
         # Where accesses are narrow, a thread works on many blocks: all at a time would not fit into its registers.
-        WANTED: tl.constexpr = 1 if LAYOUT <= ROWS else (2 if LAYOUT == QUADS else 8)
+        WANTED: tl.constexpr = 1 if LAYOUT <= ROWS else (2 if LAYOUT == QUADS else PARTS_OF_RAGGED)
         PARTS: tl.constexpr = WANTED if BLOCKS > WANTED else BLOCKS
         parts = PARTS
         if PARTS > 1:  # the last chunk has fewer blocks

@@ -8,6 +8,8 @@ row of scalars for each. The programs of `adam_kernel` read theirs with `load_sc
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -41,6 +43,8 @@ _GRAD_FACTOR = tl.constexpr(definition.GRAD_FACTOR)
 _SKIP = tl.constexpr(definition.SKIP)
 WINDOW = tl.constexpr(5)
 GOLDEN = tl.constexpr(0x9E3779B9 - (1 << 32))
+# Parts of a chunk of unaligned rows, one after the other. Triton's interpreter takes long for each.
+PARTS_OF_RAGGED = tl.constexpr(2 if os.environ.get("TRITON_INTERPRET") == "1" else 8)
 
 
 @triton.jit
