@@ -19,7 +19,6 @@ pytest.importorskip("triton")
     [
         ("test_one_launch.py", ""),
         ("test_adam_drop_in.py", "triton"),  # the other backends are tested in the process that starts this one
-        ("test_adam_edits.py", "triton and (gradient or floats)"),
         ("test_requantize.py", ""),
         pytest.param("test_dist_optim_launch.py", "", marks=pytest.mark.dist),
     ],

@@ -44,7 +44,7 @@ _SKIP = tl.constexpr(definition.SKIP)
 WINDOW = tl.constexpr(5)
 GOLDEN = tl.constexpr(0x9E3779B9 - (1 << 32))
 # Parts of a chunk of unaligned rows, one after the other. Triton's interpreter takes long for each.
-PARTS_OF_RAGGED = tl.constexpr(2 if os.environ.get("TRITON_INTERPRET") == "1" else 8)
+PARTS_OF_RAGGED = tl.constexpr(1 if os.environ.get("TRITON_INTERPRET") == "1" else 8)
 
 
 @triton.jit
