@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the interpreter takes minutes for what a GPU does at once
 @pytest.mark.parametrize(
     ("file", "cases"),
     [
